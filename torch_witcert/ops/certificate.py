@@ -1,0 +1,255 @@
+"""The certificate: bounds on total variation and on the output from page masses and radii.
+
+Every function takes groups of tokens that share a radius (pages, or single tokens) in the last dimension, in float32 or
+float64. With `arithmetic=None` the formulas are those of real arithmetic (an oracle in float64); with an
+:class:`~torch_witcert.ops.arithmetic.Arithmetic` every sum is rounded in the safe direction, as the kernels do.
+Source: DESIGN section 7; the forms T0, Th and their proofs extend WitCert, section "certificate".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import arithmetic as ar
+from .arithmetic import Arithmetic
+from .storage import Note
+
+
+class Field:
+    """Index of a field in the last dimension of `certificate` [B, H, T, Field.COUNT]."""
+
+    TV = 0  # bound on the total variation between the weights used and exact attention
+    OUTPUT = 1  # bound on ||out - exact output||
+    KEY_ERROR = 2  # the part of OUTPUT that keys and arithmetic cause
+    VALUE_ERROR = 3  # the part of OUTPUT that quantized values cause (E_val)
+    RADIUS = 4  # largest radius over the tokens read
+    CODE_MASS = 5  # share of the attention mass that was read as codes
+    CODE_TOKENS = 6  # tokens read as codes
+    TOKENS = 7  # tokens read
+    COUNT = 8
+
+
+class TotalVariationBounds(NamedTuple):
+    """The four bounds of a read; each is sound alone. Take :meth:`minimum`."""
+
+    ratio: torch.Tensor  # T0 = 1 / (1 + A_ / E+)
+    tanh: torch.Tensor  # Th = tanh(c_max / 2)
+    pinsker: torch.Tensor  # Tp = sqrt(sum p~ (e^c - 1 - c) / 2)
+    split: torch.Tensor  # Ts, the heaviest token apart
+
+    def minimum(self) -> torch.Tensor:
+        return torch.stack(torch.broadcast_tensors(*self)).amin(0)
+
+
+class Groups(NamedTuple):
+    """A read as groups of tokens, last dimension J. `mass` sums to 1 over the groups; unread groups have mass and radius 0."""
+
+    mass: torch.Tensor  # sum of p~ over the group
+    radius: torch.Tensor  # c >= |score error| of every token of the group
+    top: torch.Tensor  # largest p~ in the group
+
+
+def exponential_gap(radius: torch.Tensor) -> torch.Tensor:
+    """e^c - 1 - c without cancellation, c >= 0."""
+    series = torch.ones_like(radius)
+    for order in range(12, 2, -1):
+        series = 1 + series * radius / order
+    return torch.where(radius < 0.5, radius * radius / 2 * series, torch.expm1(radius) - radius)
+
+
+def total_variation_bounds(groups: Groups, arithmetic: Arithmetic | None = None) -> TotalVariationBounds:
+    """Bounds T0, Th, Tp, Ts on the total variation between p~ and p (DESIGN section 7).
+
+    Args:
+        groups: tensors [..., J].
+        arithmetic: rounds every sum in the safe direction; None for real arithmetic.
+
+    Returns:
+        Tensors [...], each in [0, 1] or +inf where a radius is above the limit or not finite.
+    """
+    mass, radius, top = groups
+    relative, absolute, gap, lost = (
+        (arithmetic.sum_relative, ar.SUM_ABSOLUTE, ar.GAP_ABSOLUTE, 2.0**-16) if arithmetic else (0.0,) * 4
+    )
+
+    def above(total: torch.Tensor) -> torch.Tensor:
+        return total.sum(-1) * (1 + relative) + gap
+
+    def below(total: torch.Tensor) -> torch.Tensor:
+        return (total.sum(-1) * (1 - relative) - absolute).clamp_min(0)
+
+    grow, shrink = torch.expm1(radius), -torch.expm1(-radius)
+    largest = radius.amax(-1)
+    excess = above(mass * grow)
+    excess = excess + absolute * (1 + excess)
+    ratio = _ratio(excess, below(mass * torch.exp(-radius)))
+    tanh = torch.tanh(largest / 2 * (1 + relative))
+    pinsker = (above(mass * exponential_gap(radius)) / 2).sqrt()
+
+    heaviest = top.argmax(-1, keepdim=True)
+    x = (top.gather(-1, heaviest)[..., 0] * (1 + relative)).clamp_max(1)
+    c1 = radius.gather(-1, heaviest)[..., 0]
+    apart = torch.zeros_like(mass).scatter(-1, heaviest, top.gather(-1, heaviest))
+    lost_mass = torch.zeros_like(mass).scatter(-1, heaviest, lost * mass.gather(-1, heaviest))
+    rest_high = (mass - apart).clamp_min(0) + lost_mass
+    rest_low = (mass - apart - lost_mass).clamp_min(0)
+    y = above(rest_high).clamp_max(1)
+    rest_excess = above(rest_high * grow)
+    w = y * torch.expm1(c1) + torch.exp(c1) * rest_excess
+    v = y * -torch.expm1(-c1) + torch.exp(-c1) * above(rest_high * shrink)
+    moved = torch.maximum(x * w / (1 + w), torch.where(v < 1, x * v / (1 - v), 1.0))
+    rest = torch.minimum(_ratio(rest_excess, below(rest_low * torch.exp(-radius))), tanh)
+    rest = torch.minimum(y * rest, (y * above(rest_high * exponential_gap(radius)) / 2).sqrt())
+    split = moved + rest
+
+    guaranteed = largest <= ar.RADIUS_LIMIT
+    return TotalVariationBounds(
+        *(torch.where(guaranteed & ~bound.isnan(), bound, float("inf")) for bound in (ratio, tanh, pinsker, split))
+    )
+
+
+def _ratio(excess: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + A_ / E+), 0 where E+ is 0."""
+    return torch.where(excess > 0, 1 / (1 + lower / excess), 0.0)
+
+
+def output_bounds(
+    groups: Groups,
+    total_variation: torch.Tensor,
+    value_norm: torch.Tensor,
+    output_norm: torch.Tensor,
+    value_error: torch.Tensor,
+    arithmetic: Arithmetic | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bounds O1, O2, O3 on ||o^ - o|| (DESIGN section 7).
+
+    Args:
+        groups: tensors [..., J].
+        total_variation: [...], any sound bound.
+        value_norm: [..., J], max ||V_t|| over the group (0 where unread).
+        output_norm: [...], ||o^||.
+        value_error: [...], E_val: bound on ||o^ - sum p~ V||, arithmetic included.
+
+    Returns:
+        O1, O2, O3, each [...].
+    """
+    mass, radius, _ = groups
+    relative, absolute, gap = (
+        (arithmetic.sum_relative, ar.SUM_ABSOLUTE, ar.GAP_ABSOLUTE) if arithmetic else (0.0,) * 3
+    )
+    grow = torch.expm1(radius)
+    excess = (mass * grow).sum(-1) * (1 + relative)
+    excess = excess + absolute * (1 + excess)
+    lower = ((mass * torch.exp(-radius)).sum(-1) * (1 - relative) - absolute).clamp_min(0)
+    largest_norm = value_norm.amax(-1)
+    weighted = (mass * grow * value_norm).sum(-1) * (1 + relative) + absolute * largest_norm
+    square = (mass * value_norm.square()).sum(-1) * (1 + relative) + absolute * largest_norm.square()
+    spread = (mass * grow.square()).sum(-1) * (1 + relative) + gap
+    largest = radius.amax(-1) * (1 + relative)
+    o1 = 2 * largest_norm * total_variation + value_error
+    o2 = (weighted + excess * (output_norm + value_error)) / lower + value_error
+    deviation = (square - (output_norm - value_error).clamp_min(0).square() * (1 - relative)).clamp_min(0).sqrt()
+    o3 = torch.minimum(spread.sqrt() / lower, torch.sinh(largest)) * deviation + value_error
+    return tuple(torch.where(bound.isnan(), float("inf"), bound) for bound in (o1, o2, o3))
+
+
+class CodeRadius(NamedTuple):
+    """Radii of code pages [..., R, M] for R query rows and M pages."""
+
+    step: torch.Tensor  # c_L1 = sm_scale * sum |q_c| scale_c / 2
+    residual: torch.Tensor  # sm_scale * ||q|| * max ||K_t - K^_t||
+    scaled_residual: torch.Tensor  # sm_scale * ||q o scale|| * max ||(K_t - K^_t) / scale||
+    zero: torch.Tensor  # sm_scale * sum |q_c zero_c|, no radius: for the arithmetic
+
+    def total(self, arithmetic: Arithmetic | None = None) -> torch.Tensor:
+        """The smallest of the three, with the arithmetic of a code page."""
+        smallest = torch.minimum(self.step, torch.minimum(self.residual, self.scaled_residual))
+        smallest = smallest * (1 + ar.RADIUS_RELATIVE)
+        if arithmetic is None:
+            return smallest
+        rounding = 254 * self.step * arithmetic.code_step + self.zero * (arithmetic.code_zero + 2.0**-22)
+        return smallest + rounding + arithmetic.score_steps
+
+
+def code_radius(
+    q: torch.Tensor, k_scale: torch.Tensor, k_zero: torch.Tensor, page_notes: torch.Tensor, sm_scale: float
+) -> CodeRadius:
+    """Deterministic radii of code pages; no assumption on the data (DESIGN section 7).
+
+    Args:
+        q: [..., R, D].
+        k_scale, k_zero: [..., M, D].
+        page_notes: [..., M, Note.COUNT].
+        sm_scale: softmax scale.
+    """
+    magnitude, scale = q.abs(), k_scale.to(q.dtype)
+    step = magnitude @ scale.mT * (sm_scale / 2)
+    zero = magnitude @ k_zero.to(q.dtype).abs().mT * sm_scale
+    norm = magnitude.clamp_min(ar.NORM_FLOOR).square()
+    scaled = (norm @ scale.clamp_min(ar.NORM_FLOOR).square().mT).sqrt() * sm_scale
+    plain = norm.sum(-1, keepdim=True).sqrt() * sm_scale
+    notes = page_notes.to(q.dtype)
+    return CodeRadius(
+        step,
+        plain * notes[..., None, :, Note.KEY_ERROR],
+        scaled * notes[..., None, :, Note.KEY_ERROR_SCALED],
+        zero,
+    )
+
+
+def exact_radius(q: torch.Tensor, key_norm: torch.Tensor, sm_scale: float, arithmetic: Arithmetic) -> torch.Tensor:
+    """Radius of tokens read exact: the arithmetic alone.
+
+    Args:
+        q: [..., R, D].
+        key_norm: [..., R], the largest ||K_t|| that the row reads exact.
+
+    Returns:
+        [..., R].
+    """
+    norm = q.abs().clamp_min(ar.NORM_FLOOR).square().sum(-1).sqrt() * (1 + ar.NOTE_RELATIVE)
+    return norm * key_norm * (sm_scale * (arithmetic.exact_dot + 2.0**-22)) + arithmetic.score_steps
+
+
+class Read(NamedTuple):
+    """What one attention read tells the certificate; leading dimensions [...], groups J = code pages and then one exact group."""
+
+    groups: Groups
+    value_norm: torch.Tensor  # [..., J] max ||V_t||
+    scaled_mass: torch.Tensor  # [..., J] sum of p~ times value scale (0 for the exact group)
+    value_error_note: torch.Tensor  # [..., J] max ||V_t - V^_t|| / v_scale_t
+    output_norm: torch.Tensor  # [...] norm of the output before it is rounded to the model's dtype
+    code_tokens: torch.Tensor  # [...]
+    tokens: torch.Tensor  # [...]
+
+
+def certify(read: Read, arithmetic: Arithmetic) -> torch.Tensor:
+    """Certificate of a read, all arithmetic included.
+
+    Returns:
+        float32 [..., Field.COUNT]; +inf bounds where nothing can be guaranteed.
+    """
+    groups, relative = read.groups, arithmetic.sum_relative
+    code_mass = groups.mass[..., :-1].sum(-1)
+    tv = total_variation_bounds(groups, arithmetic).minimum() * (1 + 2.0**-20) + 2.0**-22
+    tv = torch.where(tv.isinf(), tv, (tv + code_mass * (ar.WEIGHT_ROUNDING / 2)).clamp_max(1))
+
+    e_val = (read.scaled_mass * read.value_error_note).sum(-1) * (1 + relative)
+    norms = groups.mass * read.value_norm
+    code_norm = norms[..., :-1].sum(-1) * (1 + relative) + e_val
+    exact_norm = norms[..., -1] * (1 + relative)
+    rounding = (
+        arithmetic.code_values * code_norm
+        + arithmetic.exact_values * exact_norm
+        + arithmetic.normaliser * read.output_norm
+        + ar.NORM_ABSOLUTE
+    )
+    o1, o2, o3 = output_bounds(groups, tv, read.value_norm, read.output_norm, e_val + rounding, arithmetic)
+    to_dtype, absolute = ar.OUTPUT_ROUNDING[arithmetic.dtype]
+    output = torch.minimum(o1, torch.minimum(o2, o3)) * (1 + 2.0**-20) + to_dtype * read.output_norm + absolute
+    output = output.where(tv <= 1, float("inf"))
+    radius = groups.radius.amax(-1)
+    fields = [tv, output, (output - e_val).clamp_min(0), e_val, radius, code_mass, read.code_tokens, read.tokens]
+    return torch.stack([field.to(torch.float32) for field in torch.broadcast_tensors(*fields)], -1)

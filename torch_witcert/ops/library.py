@@ -1,0 +1,115 @@
+"""Registration of the operators in torch.library: schema, CPU reference, fake, CUDA kernel.
+
+With TRITON_INTERPRET=1 the CPU implementation is the Triton kernel under the interpreter, so that the kernels can be
+tested where there is no GPU; otherwise it is the reference.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from .certificate import Field
+from .reference import certified_attention_reference, kv_write_reference
+from .storage import PagedStore
+from .validate import validate_attention, validate_write
+
+MUTATED = PagedStore._fields
+
+
+def kv_write_triton(*args) -> None:
+    from .triton.write import kv_write_triton as launch
+
+    launch(*args)
+
+
+def certified_attention_triton(*args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from .triton.launch import certified_attention_triton as launch
+
+    return launch(*args)
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_write_on_cpu = kv_write_triton if INTERPRETED else kv_write_reference
+_attend_on_cpu = certified_attention_triton if INTERPRETED else certified_attention_reference
+
+
+def _checked_write(launch):
+    def kv_write(
+        k: torch.Tensor,
+        v: torch.Tensor,
+        columns: torch.Tensor,
+        lengths: torch.Tensor,
+        counts: torch.Tensor,
+        page_table: torch.Tensor,
+        k_codes: torch.Tensor,
+        k_scale: torch.Tensor,
+        k_zero: torch.Tensor,
+        v_codes: torch.Tensor,
+        v_scale: torch.Tensor,
+        page_notes: torch.Tensor,
+        k_tail: torch.Tensor,
+        v_tail: torch.Tensor,
+    ) -> None:
+        store = PagedStore(k_codes, k_scale, k_zero, v_codes, v_scale, page_notes, k_tail, v_tail)
+        validate_write(k, v, columns, lengths, counts, page_table, store)
+        launch(k, v, columns, lengths, counts, page_table, *store)
+
+    return kv_write
+
+
+def _checked_attention(launch):
+    def certified_attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        page_table: torch.Tensor,
+        source_map: torch.Tensor,
+        k_codes: torch.Tensor,
+        k_scale: torch.Tensor,
+        k_zero: torch.Tensor,
+        v_codes: torch.Tensor,
+        v_scale: torch.Tensor,
+        page_notes: torch.Tensor,
+        k_tail: torch.Tensor,
+        v_tail: torch.Tensor,
+        sm_scale: float,
+        window: int,
+        pages_per_split: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        store = PagedStore(k_codes, k_scale, k_zero, v_codes, v_scale, page_notes, k_tail, v_tail)
+        validate_attention(q, k, v, positions, lengths, page_table, source_map, store, window, pages_per_split)
+        return launch(
+            q, k, v, positions, lengths, page_table, source_map, *store, sm_scale, window, pages_per_split
+        )
+
+    return certified_attention
+
+
+def _nothing(*args) -> None:
+    return None
+
+
+def _empty_outputs(q, k, v, positions, lengths, page_table, source_map, *rest):
+    batch, heads, new_tokens, _ = q.shape
+    return (
+        q.new_empty(q.shape),
+        q.new_empty((batch, heads, new_tokens), dtype=torch.float32),
+        q.new_empty((batch, heads, new_tokens, Field.COUNT), dtype=torch.float32),
+    )
+
+
+kv_write = torch.library.custom_op(
+    "torch_witcert::kv_write", _checked_write(_write_on_cpu), mutates_args=MUTATED, device_types="cpu"
+)
+kv_write.register_kernel("cuda")(_checked_write(kv_write_triton))
+kv_write.register_fake(_checked_write(_nothing))
+
+certified_attention = torch.library.custom_op(
+    "torch_witcert::certified_attention", _checked_attention(_attend_on_cpu), mutates_args=(), device_types="cpu"
+)
+certified_attention.register_kernel("cuda")(_checked_attention(certified_attention_triton))
+certified_attention.register_fake(_checked_attention(_empty_outputs))

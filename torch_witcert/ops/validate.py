@@ -1,0 +1,98 @@
+"""Checks of the operators' arguments. They read shapes and dtypes only, never data, so they cost no synchronization."""
+
+from __future__ import annotations
+
+import torch
+
+from .storage import HEAD_DIMS, MODEL_DTYPES, PAGE_SIZES, Note, PagedStore
+
+
+def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise ValueError(
+            f"{name} must have shape {list(shape)} and dtype {dtype}, got {list(tensor.shape)} and {tensor.dtype}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, like k, got {tensor.device}")
+
+
+def validate_store(k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, store: PagedStore) -> None:
+    """Check fresh keys and values against the store; raises ValueError or NotImplementedError naming the argument."""
+    if k.ndim != 4:
+        raise ValueError(f"k must have shape [B, Hkv, T, D], got {list(k.shape)}")
+    batch, heads, new_tokens, dim = k.shape
+    if k.dtype not in MODEL_DTYPES:
+        raise NotImplementedError(f"dtype of k must be one of {MODEL_DTYPES}, got {k.dtype}")
+    if dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim must be one of {HEAD_DIMS}, got {dim}")
+    pages, size, ring = store.k_codes.shape[0], store.k_codes.shape[2], store.k_tail.shape[2]
+    if size not in PAGE_SIZES:
+        raise NotImplementedError(f"page size (dimension 2 of k_codes) must be one of {PAGE_SIZES}, got {size}")
+    _expect("v", v, (batch, heads, new_tokens, dim), k.dtype, k.device)
+    _expect("page_table", page_table, (batch, page_table.shape[-1]), torch.int32, k.device)
+    expected = {
+        "k_codes": ((pages, heads, size, dim), torch.int8),
+        "k_scale": ((pages, heads, dim), torch.bfloat16),
+        "k_zero": ((pages, heads, dim), k.dtype),
+        "v_codes": ((pages, heads, dim, size), torch.int8),
+        "v_scale": ((pages, heads, size, 1), torch.bfloat16),
+        "page_notes": ((pages, heads, Note.COUNT), torch.float32),
+        "k_tail": ((batch, heads, 2 * size, dim), k.dtype),
+        "v_tail": ((batch, heads, 2 * size, dim), k.dtype),
+    }
+    for name, (shape, dtype) in expected.items():
+        _expect(name, getattr(store, name), shape, dtype, k.device)
+        if name not in ("k_tail", "v_tail") and not getattr(store, name).is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {getattr(store, name).stride()}")
+    if store.k_tail.shape[2] != ring or not (store.k_tail.is_contiguous() and store.v_tail.is_contiguous()):
+        raise ValueError("k_tail and v_tail must be contiguous")
+
+
+def validate_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    columns: torch.Tensor,
+    lengths: torch.Tensor,
+    counts: torch.Tensor,
+    page_table: torch.Tensor,
+    store: PagedStore,
+) -> None:
+    """Check the arguments of `kv_write`."""
+    validate_store(k, v, page_table, store)
+    batch, _, new_tokens, _ = k.shape
+    _expect("columns", columns, (batch, new_tokens), torch.int32, k.device)
+    _expect("lengths", lengths, (batch,), torch.int32, k.device)
+    _expect("counts", counts, (batch,), torch.int32, k.device)
+
+
+def validate_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor,
+    source_map: torch.Tensor,
+    store: PagedStore,
+    window: int,
+    pages_per_split: int,
+) -> None:
+    """Check the arguments of `certified_attention`."""
+    validate_store(k, v, page_table, store)
+    batch, kv_heads, new_tokens, dim = k.shape
+    if q.ndim != 4 or (q.shape[0], q.shape[2], q.shape[3]) != (batch, new_tokens, dim) or q.dtype != k.dtype:
+        raise ValueError(
+            f"q must have shape [{batch}, H, {new_tokens}, {dim}] and dtype {k.dtype}, like k, "
+            f"got {list(q.shape)} and {q.dtype}"
+        )
+    if q.device != k.device:
+        raise ValueError(f"q must be on {k.device}, like k, got {q.device}")
+    if q.shape[1] == 0 or q.shape[1] % kv_heads:
+        raise ValueError(f"the query heads must be a multiple of the {kv_heads} KV heads, got {q.shape[1]}")
+    _expect("positions", positions, (batch, new_tokens), torch.int32, k.device)
+    _expect("lengths", lengths, (batch,), torch.int32, k.device)
+    _expect("source_map", source_map, (batch, kv_heads, page_table.shape[1]), torch.int8, k.device)
+    if not isinstance(window, int) or window < 0:
+        raise ValueError(f"window must be 0 (none) or a positive int, got {window!r}")
+    if not isinstance(pages_per_split, int) or pages_per_split < 1:
+        raise ValueError(f"pages_per_split must be a positive int, got {pages_per_split!r}")
