@@ -1,0 +1,297 @@
+"""Runs the operators over a cache whose exact K and V it keeps, and checks what they return against float64.
+
+The same harness serves the CPU reference, the interpreter and the compiled kernels: the caller chooses the device and the
+operators. It holds the order of DESIGN section 4: a forward reads first and writes afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+
+from torch_witcert.ops.certificate import Field
+from torch_witcert.ops.reference import certified_attention_reference, kv_write_reference
+from torch_witcert.ops.splits import pages_per_split
+from torch_witcert.ops.storage import (
+    POSITION_OVERFLOW,
+    POSITION_PADDING,
+    StoreShape,
+    derive_source_map,
+    identity_page_table,
+)
+
+from .generators import HOT, KEY_KINDS, VALUE_KINDS, Scenario, make_queries, one_hot_values
+from .oracle import exact_attention, stored_tokens
+
+#: Float64 probabilities that a check holds at a time, to bound its memory.
+MOST_PROBABILITIES = 2**27
+
+
+class Operators(NamedTuple):
+    """An implementation of the two operators, with the arguments of DESIGN section 5."""
+
+    kv_write: Callable[..., None]
+    certified_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+#: The float32 reference, whatever is registered for the device.
+REFERENCE = Operators(kv_write_reference, certified_attention_reference)
+
+
+def registered() -> Operators:
+    """What torch.library dispatches to."""
+    return Operators(torch.ops.torch_witcert.kv_write.default, torch.ops.torch_witcert.certified_attention.default)
+
+
+class Read(NamedTuple):
+    """One forward's read: what went in and what came out."""
+
+    q: torch.Tensor  # [B, H, T, D]
+    positions: torch.Tensor  # int32 [B, T]
+    out: torch.Tensor  # [B, H, T, D]
+    lse: torch.Tensor  # float32 [B, H, T]
+    certificate: torch.Tensor  # float32 [B, H, T, Field.COUNT]
+
+
+@dataclass
+class Soundness:
+    """Counts of a check; add them up with `+`. A read is one (row, head, query token); padding is none."""
+
+    reads: int = 0
+    unbounded: int = 0  # reads with an infinite bound
+    tv_reads: int = 0  # reads whose own distribution was observed
+    tv_violations: int = 0
+    output_violations: int = 0
+    tokens: int = 0  # tokens read, all reads together
+    code_tokens: int = 0  # of them as codes
+
+    @property
+    def violations(self) -> int:
+        return self.tv_violations + self.output_violations
+
+    @property
+    def code_share(self) -> float:
+        return self.code_tokens / max(1, self.tokens)
+
+    def __add__(self, other: Soundness) -> Soundness:
+        return Soundness(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+
+class Distances(NamedTuple):
+    """Float64 distances of a read from exact attention [B, H, T]; +inf where exact attention is undefined."""
+
+    output: torch.Tensor
+    #: Lower bound of the total variation that one-hot values show: grouped by channel, less the rounding of the output.
+    total_variation: torch.Tensor
+
+
+class CacheHarness:
+    """A cache of one layer with its exact K and V.
+
+    Args:
+        shape: geometry.
+        sm_scale: softmax scale.
+        window: 0, or the sliding window.
+        page_table: int32 [B, M]; default the identity.
+        operators: implementation; default what is registered.
+        device: of everything.
+        unused_byte: what every byte of the store holds before it is written; None for zeros.
+    """
+
+    def __init__(
+        self,
+        shape: StoreShape,
+        *,
+        sm_scale: float,
+        window: int = 0,
+        page_table: torch.Tensor | None = None,
+        operators: Operators | None = None,
+        device: torch.device | str = "cpu",
+        unused_byte: int | None = None,
+    ) -> None:
+        self.shape, self.sm_scale, self.window = shape, sm_scale, window
+        self.operators = operators or registered()
+        self.device = torch.device(device)
+        self.capacity = shape.pages_per_row * shape.page_size
+        self.store = shape.allocate(device)
+        if unused_byte is not None:
+            for tensor in self.store:
+                tensor.view(torch.uint8).fill_(unused_byte)
+        identity = identity_page_table(shape.batch_size, shape.pages_per_row, device)
+        self.page_table = identity if page_table is None else page_table.to(device)
+        self.lengths = torch.zeros(shape.batch_size, dtype=torch.int32, device=device)
+        exact = (shape.batch_size, shape.num_kv_heads, self.capacity, shape.head_dim)
+        self.keys = torch.zeros(exact, dtype=shape.dtype, device=device)
+        self.values = torch.zeros(exact, dtype=shape.dtype, device=device)
+
+    def place(self, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Positions, columns and counts of a forward.
+
+        Args:
+            valid: bool [B, T], which columns hold a token.
+
+        Returns:
+            positions int32 [B, T], columns int32 [B, T], counts int32 [B] (tokens that fit).
+        """
+        rank = valid.cumsum(1) - 1 + self.lengths[:, None]
+        positions = torch.where(rank < self.capacity, rank, POSITION_OVERFLOW)
+        positions = torch.where(valid, positions, POSITION_PADDING)
+        columns = (~valid).int().argsort(dim=1, stable=True)
+        counts = (positions >= 0).sum(1)
+        return positions.int(), columns.int(), counts.int()
+
+    def source_map(self) -> torch.Tensor:
+        return derive_source_map(self.lengths, self.shape.num_kv_heads, self.shape.pages_per_row, self.shape.page_size)
+
+    def read(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor) -> Read:
+        """Attention over the cache and the fresh tokens; changes nothing."""
+        positions, _, _ = self.place(valid)
+        result = self.operators.certified_attention(
+            q,
+            k,
+            v,
+            positions,
+            self.lengths,
+            self.page_table,
+            self.source_map(),
+            *self.store,
+            self.sm_scale,
+            self.window,
+            pages_per_split(self.shape.page_size, self.shape.pages_per_row),
+        )
+        return Read(q, positions, *result)
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor) -> None:
+        """Append the valid columns of k, v [B, Hkv, T, D], keep them as the truth, advance the lengths."""
+        positions, columns, counts = self.place(valid)
+        self.operators.kv_write(k, v, columns, self.lengths, counts, self.page_table, *self.store)
+        row, column = (positions >= 0).nonzero(as_tuple=True)
+        at = positions[row, column].long()
+        self.keys[row, :, at] = k[row, :, column]
+        self.values[row, :, at] = v[row, :, column]
+        self.lengths += counts
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor) -> Read:
+        """Read, then write."""
+        result = self.read(q, k, v, valid)
+        self.write(k, v, valid)
+        return result
+
+    def key_error(self) -> torch.Tensor:
+        """K - K^ of what is cached, float64 [B, Hkv, capacity, D]; 0 for tokens that are read exact."""
+        none = self.keys[:, :, :0]
+        positions = torch.empty(self.shape.batch_size, 0, dtype=torch.int32, device=self.device)
+        tokens = stored_tokens(self.store, none, none, positions, self.lengths, self.page_table, self.source_map())
+        return torch.where(tokens.is_code[..., None], self.keys.double() - tokens.k, 0.0)
+
+    def distances(self, read: Read, one_hot: bool) -> Distances:
+        """Distances of a read, after its forward, from exact attention over the original K and V."""
+        output = read.lse.new_zeros(read.lse.shape, dtype=torch.float64)
+        variation = torch.zeros_like(output)
+        longest = max(1, int(self.lengths.max()))
+        at = torch.arange(longest, device=self.device)
+        heads, new_tokens = read.q.shape[1:3]
+        columns = max(1, MOST_PROBABILITIES // (heads * longest))
+        rows = max(1, MOST_PROBABILITIES // (heads * longest * min(columns, new_tokens)))
+        for first in range(0, read.q.shape[0], rows):
+            row = slice(first, first + rows)
+            key_positions = torch.where(at < self.lengths[row, None], at, -1)
+            for start in range(0, new_tokens, columns):
+                column = slice(start, start + columns)
+                exact = exact_attention(
+                    read.q[row, :, column],
+                    self.keys[row, :, :longest],
+                    self.values[row, :, :longest],
+                    read.positions[row, column],
+                    key_positions,
+                    self.sm_scale,
+                    self.window,
+                )
+                returned = read.out[row, :, column].double()
+                output[row, :, column] = (returned - exact.output).norm(dim=-1)
+                if one_hot:
+                    rounding = torch.finfo(read.out.dtype)
+                    hidden = returned.abs() * (rounding.eps / 2) + rounding.tiny * rounding.eps
+                    apart = ((returned - exact.output).abs() - hidden).clamp_min(0).sum(-1)
+                    variation[row, :, column] = apart / (2 * HOT)
+        return Distances(*(torch.where(x.isnan(), float("inf"), x) for x in (output, variation)))
+
+    def check(self, read: Read, one_hot: bool) -> Soundness:
+        """|exact - returned| <= bound, zero tolerance, over every read of a forward (call it after the forward).
+
+        Args:
+            read: result of :meth:`forward`.
+            one_hot: the cache's values are `one_hot_values`, so that total variation is checked too.
+        """
+        distances = self.distances(read, one_hot)
+        certificate = read.certificate.double()
+        tv, output = certificate[..., Field.TV], certificate[..., Field.OUTPUT]
+        is_read = (read.positions != POSITION_PADDING)[:, None].expand_as(tv)
+        counted = certificate[is_read]
+        return Soundness(
+            reads=int(is_read.sum()),
+            unbounded=int((is_read & (tv.isinf() | output.isinf())).sum()),
+            tv_reads=int(is_read.sum()) if one_hot else 0,
+            tv_violations=int((is_read & ~(distances.total_variation <= tv)).sum()) if one_hot else 0,
+            output_violations=int((is_read & ~(distances.output <= output)).sum()),
+            tokens=int(counted[:, Field.TOKENS].sum()),
+            code_tokens=int(counted[:, Field.CODE_TOKENS].sum()),
+        )
+
+
+def shuffled_page_table(batch_size: int, pages_per_row: int, generator: torch.Generator) -> torch.Tensor:
+    """Page table int32 [B, M] with every page of the pool somewhere else."""
+    order = torch.randperm(batch_size * pages_per_row, generator=generator, device=generator.device)
+    return order.int().view(batch_size, pages_per_row)
+
+
+def ragged_mask(batch_size: int, new_tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """bool [B, T]: random left padding, now and then a hole, now and then an idle row."""
+    device = generator.device
+    padding = torch.randint(0, new_tokens + 1, (batch_size, 1), generator=generator, device=device)
+    padded = torch.rand(batch_size, 1, generator=generator, device=device) < 0.5
+    valid = torch.arange(new_tokens, device=device) >= padding * padded
+    return valid & (torch.rand(batch_size, new_tokens, generator=generator, device=device) < 0.95)
+
+
+def run(scenario: Scenario, operators: Operators | None = None, device: torch.device | str = "cpu") -> Soundness:
+    """Run a scenario's forwards, each checked, over a shuffled page table and a store full of 0xFF bytes."""
+    generator = torch.Generator(device).manual_seed(scenario.seed)
+    batch, kv_heads, dim = scenario.batch_size, scenario.num_kv_heads, scenario.head_dim
+    shape = StoreShape(batch, scenario.pages_per_row, kv_heads, scenario.page_size, dim, scenario.dtype)
+    harness = CacheHarness(
+        shape,
+        sm_scale=scenario.sm_scale,
+        window=scenario.window,
+        page_table=shuffled_page_table(batch, scenario.pages_per_row, generator),
+        operators=operators,
+        device=device,
+        unused_byte=0xFF,
+    )
+    one_hot = scenario.value_kind == "one_hot"
+    total = Soundness()
+    for index, new_tokens in enumerate(scenario.chunks):
+        fresh = (batch, kv_heads, new_tokens, dim)
+        valid = ragged_mask(batch, new_tokens, generator)
+        valid |= index == 0
+        k = KEY_KINDS[scenario.key_kind](fresh, generator).to(scenario.dtype)
+        if one_hot:
+            v = one_hot_values(harness.place(valid)[0], kv_heads, dim, scenario.dtype)
+        else:
+            v = VALUE_KINDS[scenario.value_kind](fresh, generator).to(scenario.dtype)
+        q = make_queries(
+            scenario.query_kind,
+            (batch, kv_heads * scenario.group, new_tokens, dim),
+            scenario.dtype,
+            generator,
+            k if index == 0 else harness.keys[:, :, : int(harness.lengths.max())],
+            k if index == 0 else harness.key_error()[:, :, : int(harness.lengths.max())],
+            scenario.strength,
+            scenario.sm_scale,
+        )
+        read = harness.forward(q, k, v, valid)
+        total = total + harness.check(read, one_hot)
+    return total

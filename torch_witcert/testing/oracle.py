@@ -1,0 +1,147 @@
+"""Float64 attention in plain torch: what exact attention is, and what a kernel should make of its own store.
+
+Everything runs batched on the device of its arguments. Memory is dominated by the probabilities, [B, H, T, S] in float64;
+callers with many rows or query tokens pass a slice of them at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from torch_witcert.ops.quantize import dequantize_keys, dequantize_values
+from torch_witcert.ops.storage import SOURCE_CODES, PagedStore
+
+
+class Attention(NamedTuple):
+    """Float64 result of an attention read."""
+
+    output: torch.Tensor  # [B, H, T, D]
+    probabilities: torch.Tensor  # [B, H, T, S]
+    lse: torch.Tensor  # [B, H, T], natural logarithm
+
+
+def visible(positions: torch.Tensor, key_positions: torch.Tensor, window: int = 0) -> torch.Tensor:
+    """Which keys a query sees: bool [B, T, S].
+
+    Args:
+        positions: [B, T], position of each query; negative where there is none.
+        key_positions: [B, S], position of each key; negative where there is none.
+        window: 0, or the number of positions up to its own that a query sees.
+    """
+    query, key = positions[:, :, None], key_positions[:, None, :]
+    seen = (query >= 0) & (key >= 0) & (key <= query)
+    return seen & (key > query - window) if window else seen
+
+
+def exact_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    sm_scale: float,
+    window: int = 0,
+) -> Attention:
+    """Attention in float64 over the K and V that are given.
+
+    Args:
+        q: [B, H, T, D].
+        k, v: [B, Hkv, S, D]; H is a multiple of Hkv.
+        positions: [B, T]; negative: not a query (output 0, lse -inf).
+        key_positions: [B, S]; negative: not there, and may hold any bytes.
+        sm_scale: softmax scale.
+        window: 0, or the number of positions up to its own that a query sees.
+
+    Returns:
+        Float64 tensors. A read that sees a NaN or an Inf is NaN in all three, a read that sees nothing is 0, 0 and -inf.
+    """
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    seen = visible(positions, key_positions, window)[:, None, None]
+    finite = (k.isfinite() & v.isfinite()).all(-1)[:, :, None, None]
+    keys = k.double().nan_to_num(0.0, 0.0, 0.0)
+    values = v.double().nan_to_num(0.0, 0.0, 0.0)
+    queries = q.double().unflatten(1, (kv_heads, group))
+    scores = (queries @ keys[:, :, None].mT * sm_scale).masked_fill(~seen, float("-inf"))
+    lse = scores.logsumexp(-1)
+    probabilities = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse)[..., None])
+    output = probabilities @ values[:, :, None]
+    poisoned = (seen & ~finite).any(-1)
+    output = output.masked_fill(poisoned[..., None], float("nan"))
+    probabilities = probabilities.masked_fill(poisoned[..., None], float("nan"))
+    return Attention(
+        output.flatten(1, 2), probabilities.flatten(1, 2), lse.masked_fill(poisoned, float("nan")).flatten(1, 2)
+    )
+
+
+class StoredTokens(NamedTuple):
+    """What a read has before it: cached tokens as the store gives them, then the fresh ones. S = M * P + T."""
+
+    k: torch.Tensor  # float64 [B, Hkv, S, D]
+    v: torch.Tensor  # float64 [B, Hkv, S, D]
+    key_positions: torch.Tensor  # int64 [B, S], -1 where there is no token
+    is_code: torch.Tensor  # bool [B, Hkv, S], read as codes
+
+
+def stored_tokens(
+    store: PagedStore,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor,
+    source_map: torch.Tensor,
+) -> StoredTokens:
+    """Dequantize what a read sees: K^ and V^ of code pages, the exact tail, the fresh tokens. Shapes: DESIGN section 5."""
+    batch, slots = page_table.shape
+    page_size, ring = store.page_size, store.k_tail.shape[2]
+    heads = k.shape[1]
+    physical = page_table.long()
+
+    def by_row(pages: torch.Tensor) -> torch.Tensor:
+        return pages.transpose(1, 2).flatten(2, 3)
+
+    parts = (store.k_codes[physical], store.k_scale[physical], store.k_zero[physical])
+    keys = by_row(dequantize_keys(*parts))
+    values = by_row(dequantize_values(store.v_codes[physical], store.v_scale[physical]))
+    at = torch.arange(slots * page_size, device=k.device)
+    is_code = (source_map == SOURCE_CODES).repeat_interleave(page_size, -1)
+
+    length = lengths.long()[:, None]
+    in_tail = (at >= length // page_size * page_size) & (at < length)
+    in_tail = in_tail[:, None, :, None]
+    keys = torch.where(in_tail, store.k_tail[:, :, at % ring].double(), keys)
+    values = torch.where(in_tail, store.v_tail[:, :, at % ring].double(), values)
+    cached = torch.where(at < length, at, -1).expand(batch, -1)
+    fresh = torch.zeros(batch, heads, k.shape[2], dtype=torch.bool, device=k.device)
+    return StoredTokens(
+        torch.cat([keys, k.double()], 2),
+        torch.cat([values, v.double()], 2),
+        torch.cat([cached, positions.long()], 1),
+        torch.cat([is_code, fresh], -1),
+    )
+
+
+def dequantized_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor,
+    source_map: torch.Tensor,
+    store: PagedStore,
+    sm_scale: float,
+    window: int = 0,
+) -> Attention:
+    """What `certified_attention` should return in real arithmetic: attention in float64 over the store's own K^ and V^,
+    the exact tail and the fresh tokens. The order of the probabilities is that of :class:`StoredTokens`.
+    """
+    tokens = stored_tokens(store, k, v, positions, lengths, page_table, source_map)
+    return exact_attention(q, tokens.k, tokens.v, positions, tokens.key_positions, sm_scale, window)
+
+
+def total_variation(p: torch.Tensor, p2: torch.Tensor) -> torch.Tensor:
+    """Total variation distance, half the sum of |p - p2| over the last dimension."""
+    return (p - p2).abs().sum(-1) / 2
