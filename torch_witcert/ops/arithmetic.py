@@ -97,12 +97,12 @@ class Arithmetic:
     @property
     def code_zero(self) -> float:
         """Score error per unit of sm_scale * sum |q_c zero_c| on a code page."""
-        return (self.head_dim + 8) * 2.0**-24
+        return (self.head_dim + 8) * 2.0**-24 + 2.0**-22
 
     @property
     def exact_dot(self) -> float:
         """Score error per unit of sm_scale * ||q|| ||K_t|| of an exact token."""
-        return (self.head_dim + 8) * 2.0**-24
+        return (self.head_dim + 8) * 2.0**-24 + 2.0**-22
 
     @property
     def sum_relative(self) -> float:

@@ -162,15 +162,16 @@ class CodeRadius(NamedTuple):
     residual: torch.Tensor  # sm_scale * ||q|| * max ||K_t - K^_t||
     scaled_residual: torch.Tensor  # sm_scale * ||q o scale|| * max ||(K_t - K^_t) / scale||
     zero: torch.Tensor  # sm_scale * sum |q_c zero_c|, no radius: for the arithmetic
+    finite: torch.Tensor  # False on a page that holds a NaN or an Inf: nothing bounds its error
 
     def total(self, arithmetic: Arithmetic | None = None) -> torch.Tensor:
         """The smallest of the three, with the arithmetic of a code page."""
         smallest = torch.minimum(self.step, torch.minimum(self.residual, self.scaled_residual))
-        smallest = smallest * (1 + ar.RADIUS_RELATIVE)
-        if arithmetic is None:
-            return smallest
-        rounding = 254 * self.step * arithmetic.code_step + self.zero * (arithmetic.code_zero + 2.0**-22)
-        return smallest + rounding + arithmetic.score_steps
+        radius = smallest * (1 + ar.RADIUS_RELATIVE)
+        if arithmetic is not None:
+            radius = radius + 254 * self.step * arithmetic.code_step + self.zero * arithmetic.code_zero
+            radius = radius + arithmetic.score_steps
+        return torch.where(self.finite, radius, float("inf"))
 
 
 def code_radius(
@@ -196,6 +197,7 @@ def code_radius(
         plain * notes[..., None, :, Note.KEY_ERROR],
         scaled * notes[..., None, :, Note.KEY_ERROR_SCALED],
         zero,
+        notes[..., None, :, Note.KEY_NORM].isfinite(),
     )
 
 
@@ -210,7 +212,7 @@ def exact_radius(q: torch.Tensor, key_norm: torch.Tensor, sm_scale: float, arith
         [..., R].
     """
     norm = q.abs().clamp_min(ar.NORM_FLOOR).square().sum(-1).sqrt() * (1 + ar.NOTE_RELATIVE)
-    return norm * key_norm * (sm_scale * (arithmetic.exact_dot + 2.0**-22)) + arithmetic.score_steps
+    return norm * key_norm * (sm_scale * arithmetic.exact_dot) + arithmetic.score_steps
 
 
 class Read(NamedTuple):

@@ -25,7 +25,7 @@ def kv_write_triton(*args) -> None:
 
 
 def certified_attention_triton(*args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from .triton.launch import certified_attention_triton as launch
+    from .triton.attention import certified_attention_triton as launch
 
     return launch(*args)
 

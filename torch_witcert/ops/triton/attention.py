@@ -1,0 +1,145 @@
+"""Launches of `certified_attention`: code pages, exact tokens, merge (reference: `certified_attention_reference`)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..arithmetic import OUTPUT_ROUNDING, Arithmetic
+from ..certificate import Field
+from .attend import QUERY_ROWS, RECORDS, STATISTICS, attend_kernel
+from .launch import CODE_OPERAND, on_device, unit_stride
+from .merge import PAGE_BLOCK, merge_kernel
+
+#: Scratch that one launch may use for page records; longer chunks of queries are cut into launches.
+SCRATCH_BYTES = 128 * 2**20
+LOG2_E = 1.4426950408889634
+
+
+def certified_attention_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor,
+    source_map: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    k_zero: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    page_notes: torch.Tensor,
+    k_tail: torch.Tensor,
+    v_tail: torch.Tensor,
+    sm_scale: float,
+    window: int,
+    pages_per_split: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention with its certificate on the tensors' device and current stream. Shapes: DESIGN section 5."""
+    batch, heads, new_tokens, head_dim = q.shape
+    kv_heads, page_size, pages_per_row = k.shape[1], k_codes.shape[2], page_table.shape[1]
+    group = heads // kv_heads
+    code_splits = -(-pages_per_row // pages_per_split)
+    arithmetic = Arithmetic.of(head_dim, page_size, pages_per_row, pages_per_split, new_tokens, q.dtype)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((batch, heads, new_tokens), dtype=torch.float32)
+    certificate = q.new_empty((batch, heads, new_tokens, Field.COUNT), dtype=torch.float32)
+    if batch == 0 or new_tokens == 0:
+        return out, lse, certificate
+
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    positions, lengths = positions.contiguous(), lengths.contiguous()
+    page_table, source_map = page_table.contiguous(), source_map.contiguous()
+    row_bytes = batch * heads * ((pages_per_row + 1) * RECORDS + (code_splits + 1) * (head_dim + STATISTICS)) * 4
+    chunk = max(1, min(new_tokens, SCRATCH_BYTES // row_bytes))
+    blocks = -(-chunk * group // QUERY_ROWS)
+    rows = blocks * QUERY_ROWS
+    scratch = {"dtype": torch.float32, "device": q.device}
+    records = torch.empty(RECORDS, batch * kv_heads, rows, pages_per_row + 1, **scratch)
+    statistics = torch.empty(STATISTICS, batch * kv_heads, rows, code_splits + 1, **scratch)
+    accumulators = torch.empty(batch * kv_heads, rows, code_splits + 1, head_dim, **scratch)
+    exact_norms = torch.empty(batch * kv_heads, rows, **scratch)
+    geometry = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": page_size,
+        "PAGES_PER_ROW": pages_per_row,
+        "PAGES_PER_SPLIT": pages_per_split,
+        "CODE_SPLITS": code_splits,
+    }
+    store = (k_codes, k_scale, k_zero, v_codes, v_scale, page_notes, k_tail, v_tail)
+    to_dtype_relative, to_dtype_absolute = OUTPUT_ROUNDING[q.dtype]
+    with on_device(q):
+        for first_token in range(0, new_tokens, chunk):
+            chunk_tokens = min(chunk, new_tokens - first_token)
+            blocks = -(-chunk_tokens * group // QUERY_ROWS)
+            for exact in (False, True):
+                programs = batch * kv_heads * blocks * (1 if exact else code_splits)
+                attend_kernel[(programs,)](
+                    q,
+                    k,
+                    v,
+                    positions,
+                    lengths,
+                    page_table,
+                    source_map,
+                    *store,
+                    accumulators,
+                    statistics,
+                    records,
+                    exact_norms,
+                    sm_scale * LOG2_E,
+                    window,
+                    new_tokens,
+                    first_token,
+                    chunk_tokens,
+                    blocks,
+                    *q.stride()[:3],
+                    *k.stride()[:3],
+                    *v.stride()[:3],
+                    rows,
+                    records.stride(0),
+                    statistics.stride(0),
+                    arithmetic.code_step,
+                    arithmetic.code_zero,
+                    arithmetic.exact_dot,
+                    arithmetic.score_steps,
+                    EXACT=exact,
+                    ROWS=QUERY_ROWS,
+                    OPERAND=CODE_OPERAND,
+                    num_warps=4,
+                    num_stages=2,
+                    **geometry,
+                )
+            merge_kernel[(batch * kv_heads * chunk_tokens * group,)](
+                positions,
+                lengths,
+                page_table,
+                source_map,
+                page_notes,
+                accumulators,
+                statistics,
+                records,
+                exact_norms,
+                out,
+                lse,
+                certificate,
+                window,
+                new_tokens,
+                first_token,
+                chunk_tokens,
+                rows,
+                records.stride(0),
+                statistics.stride(0),
+                arithmetic.sum_relative,
+                arithmetic.code_values,
+                arithmetic.exact_values,
+                arithmetic.normaliser,
+                to_dtype_relative,
+                to_dtype_absolute,
+                BLOCK=PAGE_BLOCK,
+                num_warps=4,
+                **geometry,
+            )
+    return out, lse, certificate

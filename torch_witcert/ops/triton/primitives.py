@@ -1,0 +1,78 @@
+"""Small Triton functions that more than one kernel uses."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .. import arithmetic as ar
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+NORM_FLOOR = tl.constexpr(ar.NORM_FLOOR)
+NORM_ABSOLUTE = tl.constexpr(ar.NORM_ABSOLUTE)
+NOTE_RELATIVE = tl.constexpr(ar.NOTE_RELATIVE)
+LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def round_to_bfloat16(x):
+    """Nearest bfloat16 (ties to even) as float32. In integers, because the interpreter truncates."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_up_to_bfloat16(x):
+    """Smallest bfloat16 >= x as float32, for x >= 0."""
+    bits = (x.to(tl.uint32, bitcast=True) + 0xFFFF) & 0xFFFF0000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_dtype(x, dtype: tl.constexpr):
+    """Nearest value of a storage dtype, as that dtype."""
+    if dtype == tl.bfloat16:
+        x = round_to_bfloat16(x)
+    return x.to(dtype)
+
+
+@triton.jit
+def round_to_integer(x):
+    """Nearest integer, ties to even, for |x| < 2^22."""
+    magic: tl.constexpr = 12582912.0
+    return (x + magic) - magic
+
+
+@triton.jit
+def is_finite(x):
+    """False for NaN and Inf."""
+    return tl.abs(x) <= LARGEST
+
+
+@triton.jit
+def exponential_minus_one(c):
+    """e^c - 1 for c >= 0, without cancellation."""
+    series = 1.0 + c / 9.0
+    series = 1.0 + series * c / 8.0
+    series = 1.0 + series * c / 7.0
+    series = 1.0 + series * c / 6.0
+    series = 1.0 + series * c / 5.0
+    series = 1.0 + series * c / 4.0
+    series = 1.0 + series * c / 3.0
+    series = 1.0 + series * c / 2.0
+    return tl.where(c < 0.5, c * series, tl.exp(c) - 1.0)
+
+
+@triton.jit
+def exponential_gap(c):
+    """e^c - 1 - c for c >= 0, without cancellation."""
+    series = 1.0 + c / 9.0
+    series = 1.0 + series * c / 8.0
+    series = 1.0 + series * c / 7.0
+    series = 1.0 + series * c / 6.0
+    series = 1.0 + series * c / 5.0
+    series = 1.0 + series * c / 4.0
+    series = 1.0 + series * c / 3.0
+    return tl.where(c < 0.5, c * c * 0.5 * series, tl.exp(c) - 1.0 - c)
