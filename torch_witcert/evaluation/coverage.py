@@ -20,7 +20,6 @@ from .output import print_table, write_json
 from .statistics import TAU, BoundFigures, bound_figures
 from .text import licence_text, take_tokens
 
-
 #: Which of the four bounds a row of the table takes the minimum of: the papers' two forms, and what the library returns.
 FORMS = {"T0, Th": ("ratio", "tanh"), "all four": TotalVariationBounds._fields}
 
@@ -100,9 +99,22 @@ def run(options: argparse.Namespace) -> dict:
     figures = measure_coverage(layers, tuple(options.page_sizes), options.tau)
 
     heads = next(iter(layers.values())).q.shape[1]
-    print(f"{len(layers)} layers, {heads} heads, the last {options.last} queries; all tokens as int8 codes, deterministic radii")
+    print(
+        f"{len(layers)} layers, {heads} heads, the last {options.last} queries; all tokens as int8 codes, deterministic radii"
+    )
     print_table(
-        ["P", "bounds", "reads", f"coverage at {options.tau}", "bound / true", "median", "max", "max true", "violations", "Spearman"],
+        [
+            "P",
+            "bounds",
+            "reads",
+            f"coverage at {options.tau}",
+            "bound / true",
+            "median",
+            "max",
+            "max true",
+            "violations",
+            "Spearman",
+        ],
         [
             [
                 page_size,

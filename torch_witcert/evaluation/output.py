@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +16,8 @@ from typing import TypeVar
 import torch
 
 Item = TypeVar("Item")
-#: Seconds between two progress lines where the output is a file.
+#: Seconds between two progress lines, on a terminal and where the output is a file.
+REDRAW_INTERVAL = 0.2
 LOG_INTERVAL = 15.0
 
 
@@ -26,18 +30,75 @@ def print_table(header: list[str], rows: Iterable[list]) -> None:
         print("| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |", flush=True)
 
 
-def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """Yield the items and say on stderr how far it is: one line redrawn on a terminal, else a line now and then."""
-    terminal, start, shown = sys.stderr.isatty(), time.monotonic(), time.monotonic()
-    for index, item in enumerate(items, 1):
-        yield item
+class Progress:
+    """Says on stderr how far something is: one line redrawn on a terminal, elsewhere a line now and then.
+
+    Args:
+        total: steps in all.
+        what: that is counted.
+    """
+
+    def __init__(self, total: int, what: str) -> None:
+        self.total, self.what, self.done = total, what, 0
+        self.terminal = sys.stderr.isatty()
+        self.start = self.shown = time.monotonic()
+
+    def advance(self) -> None:
+        """One step is done."""
+        self.done += 1
         now = time.monotonic()
-        if now - shown >= (0.2 if terminal else LOG_INTERVAL) or (terminal and index == total):
-            shown, left = now, (now - start) / index * (total - index)
-            line = f"{what} {index}/{total}, {left:.0f} s left"
-            print(f"\r{line:<60}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
-    if terminal:
-        print(file=sys.stderr)
+        due = now - self.shown >= (REDRAW_INTERVAL if self.terminal else LOG_INTERVAL)
+        if due or (self.terminal and self.done == self.total):
+            self.shown = now
+            left = (now - self.start) / self.done * (self.total - self.done)
+            line = f"{self.what} {self.done}/{self.total}, {left:.0f} s left"
+            print(
+                f"\r{line:<70}" if self.terminal else line,
+                end="" if self.terminal else "\n",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """End the redrawn line."""
+        if self.terminal and self.done:
+            print(file=sys.stderr, flush=True)
+
+
+def progress(items: Sequence[Item], what: str) -> Iterator[Item]:
+    """Yield the items and say how far it is."""
+    steps = Progress(len(items), what)
+    for item in items:
+        yield item
+        steps.advance()
+    steps.close()
+
+
+@contextmanager
+def prefill_progress(model: torch.nn.Module) -> Iterator[None]:
+    """Say on stderr how far the first forward of a Hugging Face causal LM is: every decoder layer counts one."""
+    layers = model.get_decoder().layers
+    steps = Progress(len(layers), "prefill: layer")
+
+    def after_layer(*_) -> None:
+        if steps.done < steps.total:
+            steps.advance()
+            if steps.done == steps.total:
+                steps.close()
+
+    handles = [layer.register_forward_hook(after_layer) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def quiet_libraries() -> None:
+    """Silence what torchao logs when it is imported: binary extensions that do not load are not used here."""
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def versions() -> dict[str, str]:

@@ -45,7 +45,9 @@ def licence_text(path: str | Path | None = None) -> tuple[str, str]:
         return "".join(licence.read_text(encoding="utf-8") for licence in COMMON_LICENCES), "GPL-3 and Apache-2.0"
     texts = dict.fromkeys(file.read_text(encoding="utf-8", errors="replace") for file in _installed_licences())
     if not texts:
-        raise FileNotFoundError("no licence text was found on this machine: pass --text PATH, a text of 4,096 tokens or more")
+        raise FileNotFoundError(
+            "no licence text was found on this machine: pass --text PATH, a text of 4,096 tokens or more"
+        )
     return "\n".join(texts), "licence files of installed packages"
 
 
@@ -57,5 +59,7 @@ def take_tokens(tokenizer, text: str, count: int, source: str):
     """
     ids = tokenizer(text, return_tensors="pt").input_ids
     if ids.shape[1] < count:
-        raise ValueError(f"the text ({source}) has {ids.shape[1]} tokens, {count} are needed: pass --text PATH, a longer text")
+        raise ValueError(
+            f"the text ({source}) has {ids.shape[1]} tokens, {count} are needed: pass --text PATH, a longer text"
+        )
     return ids[:, :count]
