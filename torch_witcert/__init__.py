@@ -1,0 +1,35 @@
+"""A quantized KV cache for Hugging Face causal language models whose every attention read carries a sound error bound.
+
+`import torch_witcert` loads nothing heavy: a public name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__version__ = "0.1.0"
+
+_MODULE_OF_NAME = {
+    "CertifiedCache": ".nn.cache",
+    "CertifiedInt8Config": ".config",
+    "certificates": ".nn.telemetry",
+    "convert": ".nn.convert",
+    "last_cache": ".nn.generation",
+    "report": ".nn.report",
+    "restore": ".nn.convert",
+    "telemetry": ".nn.telemetry",
+}
+
+__all__ = ["__version__", *_MODULE_OF_NAME]
+
+
+def __getattr__(name: str):
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF_NAME[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,1 @@
+"""The Hugging Face layer: certified attention modules, the cache, conversion and telemetry."""

@@ -1,0 +1,1 @@
+"""What a certificate is worth: the gate, and what is counted of it."""

@@ -1,0 +1,168 @@
+"""The certified attention module, and the attention function that its forward ends in.
+
+A certified module keeps the family's own forward (projections, norms, rotary embedding). Only what that forward calls
+through transformers' attention interface is ours: the function below, registered as "torch_witcert".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from ..config import CertifiedInt8Config
+from .cache import CertifiedCache
+from .compatibility import CACHE_ARGUMENT
+from .layers import FreshTokens
+from .masks import new_column_validity, validity_of
+
+#: Name of the attention implementation, in `config._attn_implementation`.
+IMPLEMENTATION = "torch_witcert"
+
+
+class CertifiedAttention(nn.Module):
+    """An attention module whose reads of a :class:`CertifiedCache` carry certificates.
+
+    Made by :func:`torch_witcert.convert`, never called directly: the new module shares parameters, submodules, buffers
+    and hooks with the one it replaces, so names, `state_dict` and later changes (`.to`, adapters, quantized weights) are
+    those of the original. Concrete classes combine this one with a family's attention class.
+
+    Attributes:
+        certified_config: the recipe.
+        original: the module that this one replaces.
+        original_implementation: attention implementation that the model's config named before, None where an earlier
+            module of the same model knows it.
+        identity: tells a cache which module each of its layers was made for.
+        cacheless_forwards: eager forwards without a cache, which ran as ordinary differentiable SDPA.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        raise TypeError(f"{type(self).__name__} is made from an attention module by torch_witcert.convert(model)")
+
+    @classmethod
+    def replacing(cls, original: nn.Module, config: CertifiedInt8Config) -> CertifiedAttention:
+        """A certified module that shares everything with `original`."""
+        module = cls.__new__(cls)
+        module.__dict__.update(original.__dict__)
+        implementation = original.config._attn_implementation
+        module.__dict__.update(
+            certified_config=config,
+            original=original,
+            original_implementation=None if implementation == IMPLEMENTATION else implementation,
+            identity=_Identity(),
+            cacheless_forwards=0,
+        )
+        return module
+
+    def release(self) -> nn.Module:
+        """The original module, with every attribute as it is now (training flag and the like)."""
+        ours = ("certified_config", "original", "original_implementation", "identity", "cacheless_forwards")
+        self.original.__dict__.update({name: value for name, value in self.__dict__.items() if name not in ours})
+        return self.original
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: object | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        """The family's forward, after a look at the cache.
+
+        Args:
+            hidden_states: [B, T, hidden].
+            cache: None, or a `CertifiedCache` made for this model; `past_key_values` in transformers below 5.24.
+
+        Raises:
+            ValueError: a foreign cache, or one made for another model.
+        """
+        if CACHE_ARGUMENT in kwargs:
+            cache = kwargs.pop(CACHE_ARGUMENT)
+        if self.config._attn_implementation != IMPLEMENTATION:
+            raise ValueError(
+                f"the model's attention implementation was changed to {self.config._attn_implementation!r} after conversion; "
+                f"call model.set_attn_implementation({IMPLEMENTATION!r}), or torch_witcert.restore(model)"
+            )
+        if cache is None:
+            if not torch.compiler.is_compiling():
+                self.cacheless_forwards += 1
+        elif isinstance(cache, CertifiedCache):
+            cache.check_made_for(self)
+        elif self.certified_config.foreign_cache == "refuse":
+            raise ValueError(
+                f"{CACHE_ARGUMENT} is a {type(cache).__name__}, which a converted model does not read: pass a "
+                "torch_witcert.CertifiedCache(model, max_length, batch_size), or use_cache=False for a forward without a "
+                'cache; or convert with CertifiedInt8Config(foreign_cache="dense")'
+            )
+        return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+
+
+class _Identity:
+    """Equal only to itself; a copy of a module gets a new one."""
+
+
+def certified_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | FreshTokens,
+    value: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention function of the implementation "torch_witcert".
+
+    Args:
+        query: [B, H, T, D], rotary embedding applied.
+        key: the fresh tokens that a layer of a `CertifiedCache` handed on; or plain keys, which go to SDPA unchanged.
+        attention_mask: validity of the new columns, see :mod:`.masks`.
+
+    Returns:
+        Output [B, T, H, D], and None for the attention weights.
+
+    Raises:
+        ValueError: gradients or dropout through the cache, or a feature that certified attention lacks.
+    """
+    if not isinstance(key, FreshTokens):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    layer, keys, values = key.layer, key.keys, key.values
+    _refuse_unsupported(module, query, keys, values, dropout, kwargs)
+    batch, _, new_tokens, dim = query.shape
+    valid = validity_of(attention_mask, batch, new_tokens)
+    scale = dim**-0.5 if scaling is None else scaling
+    with torch.no_grad():
+        out = layer.attend(query, keys, values, valid, scale, kwargs.get("sliding_window") or 0)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unsupported(
+    module: nn.Module, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, dropout: float, kwargs: dict
+) -> None:
+    if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
+        raise ValueError(
+            "gradients do not flow through a CertifiedCache: run the forward under torch.no_grad(), or without a cache "
+            "(use_cache=False), which stays differentiable"
+        )
+    if dropout:
+        raise ValueError(f"attention dropout {dropout} is not supported with a CertifiedCache: call model.eval()")
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions is not supported with a CertifiedCache: attention weights are never formed")
+    for name, meaning in (
+        ("softcap", "soft capping of scores"),
+        ("s_aux", "attention sinks"),
+        ("position_bias", "a bias on scores"),
+    ):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} ({meaning}) is not supported with a CertifiedCache in {type(module).__name__}")
+
+
+def register_implementation() -> None:
+    """Register the attention and mask functions under our own name; nobody else's entry is touched."""
+    AttentionInterface.register(IMPLEMENTATION, certified_attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, new_column_validity)

@@ -1,0 +1,175 @@
+"""`convert` puts certified attention modules into a model, `restore` takes them out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..config import CertifiedInt8Config
+from ..ops.storage import HEAD_DIMS, MODEL_DTYPES
+from .attention import IMPLEMENTATION, CertifiedAttention, register_implementation
+from .compatibility import check_versions
+from .families import CERTIFIED_CLASSES, MODEL_TYPES, attention_modules
+from .generation import CachePreparation
+
+#: Attribute of a converted model that holds its :class:`Conversion`.
+CONVERSION = "_torch_witcert_conversion"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` decided: the recipe, and why modules were left dense, by name."""
+
+    config: CertifiedInt8Config
+    left_dense: dict[str, str]
+
+
+def convert(
+    model: PreTrainedModel,
+    config: CertifiedInt8Config | None = None,
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    strict: bool = True,
+) -> PreTrainedModel:
+    """Put a certified attention module in the place of every attention module of `model`, in place.
+
+    Weights, names and `state_dict` stay as they are. `model.generate()` then makes a
+    :class:`~torch_witcert.CertifiedCache` by itself; forwards of your own take one as their cache argument.
+
+    Args:
+        model: Llama, Qwen2 or Mistral from transformers, in bfloat16, float16 or float32, on one device.
+        config: recipe; `CertifiedInt8Config()` where left out.
+        filter_fn: `filter_fn(module, name)` says which attention modules to convert; all where left out.
+        strict: refuse if any attention module is left out. With False such modules read an exact cache, which
+            `report(model)` shows as dense.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: naming what is not supported; the model is then as it was.
+        TypeError: `config` is not a recipe, or `model` no model of transformers.
+    """
+    check_versions()
+    config = CertifiedInt8Config() if config is None else config
+    if not isinstance(config, CertifiedInt8Config):
+        raise TypeError(f"config must be a CertifiedInt8Config, got {type(config).__name__}")
+    _check_model(model)
+    chosen, left_dense = [], {}
+    for name, module in attention_modules(model):
+        reason = "left out by filter_fn" if filter_fn and not filter_fn(module, name) else _why_not(module)
+        if reason:
+            left_dense[name] = reason
+        else:
+            chosen.append(name)
+    if strict and left_dense:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in left_dense.items())
+        raise ValueError(f"strict=True refuses to leave attention modules dense: {listed}. Pass strict=False to allow it")
+    if not chosen:
+        raise ValueError(f"no attention module of model ({type(model).__name__}) was chosen by filter_fn or can be converted")
+    replaced = [(name, certify_module(model.get_submodule(name), config, adopt=False)) for name in chosen]
+    for name, module in replaced:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module)
+    _adopt(model.config)
+    setattr(model, CONVERSION, Conversion(config, left_dense))
+    model._prepare_cache_for_generation = CachePreparation(model)
+    return model
+
+
+def certify_module(module: nn.Module, config: CertifiedInt8Config, adopt: bool = True) -> CertifiedAttention:
+    """Certified module that shares everything with `module`; what `torchao.quantization.quantize_` calls.
+
+    Args:
+        module: an attention module of a supported family.
+        config: recipe.
+        adopt: also name our attention implementation in the module's config, which a whole model shares.
+
+    Raises:
+        ValueError: the module cannot be converted, with the reason.
+    """
+    if isinstance(module, CertifiedAttention):
+        raise ValueError(f"module {type(module).__name__} is already converted: call torch_witcert.restore(model) first")
+    if reason := _why_not(module):
+        raise ValueError(f"module {type(module).__name__} cannot be converted: {reason}")
+    certified = CERTIFIED_CLASSES[type(module)].replacing(module, config)
+    if adopt:
+        check_versions()
+        _adopt(module.config)
+    return certified
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Put the very same original modules back and remove every trace of the conversion.
+
+    Raises:
+        ValueError: the model is not converted.
+    """
+    certified = [(name, module) for name, module in model.named_modules() if isinstance(module, CertifiedAttention)]
+    if not certified:
+        raise ValueError(f"model ({type(model).__name__}) is not converted: there is nothing to restore")
+    for name, module in certified:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module.release())
+        if module.original_implementation is not None:
+            module.config._attn_implementation = module.original_implementation
+    # A compiled call was made while the model was converted, because convert() refuses compiled models.
+    for attribute in (CONVERSION, "_prepare_cache_for_generation", "_compiled_call", "_last_compile_config"):
+        model.__dict__.pop(attribute, None)
+    return model
+
+
+def _adopt(config) -> None:
+    register_implementation()
+    config._attn_implementation = IMPLEMENTATION
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        raise ValueError("model is already compiled by torch.compile: call convert() on the model first, then compile it")
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    if getattr(model.config, "model_type", None) not in MODEL_TYPES:
+        raise ValueError(
+            f"model type {getattr(model.config, 'model_type', None)!r} ({type(model).__name__}) is not supported; supported: "
+            f"{', '.join(MODEL_TYPES)}"
+        )
+    if any(isinstance(module, CertifiedAttention) for module in model.modules()):
+        raise ValueError("model is already converted: call torch_witcert.restore(model) first to convert it anew")
+    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    if compiled or getattr(model, "_compiled_call", None) is not None:
+        raise ValueError(
+            f"model is already compiled ({', '.join(name or 'itself' for name in compiled) or 'by generate()'}): convert a "
+            "model before it is compiled"
+        )
+    if not getattr(model.config, "is_causal", True):
+        raise ValueError("model.config.is_causal is False: only causal attention is supported")
+    if (tp_size := getattr(model, "tp_size", None)) is not None and tp_size > 1:
+        raise NotImplementedError(f"tensor parallelism over {tp_size} devices is not supported")
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        raise ValueError(
+            f"the parameters of model must be on one device and loaded, got devices {sorted(devices)}: load the model without "
+            "offloading, for example with device_map=None and model.to(device)"
+        )
+    if model.dtype not in MODEL_DTYPES:
+        raise ValueError(f"dtype of model must be one of {MODEL_DTYPES}, got {model.dtype}")
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Why an attention module cannot be converted; None where it can."""
+    if type(module) not in CERTIFIED_CLASSES:
+        supported = ", ".join(cls.__name__ for cls in CERTIFIED_CLASSES)
+        return f"attention class {type(module).__name__} is not supported; supported: {supported}"
+    if "forward" in module.__dict__:
+        return (
+            "its forward is replaced on the instance (by accelerate's hooks or a monkey patch), and the replacement would be "
+            "bound to the old module; remove the hooks first (accelerate.hooks.remove_hook_from_module)"
+        )
+    if module.head_dim not in HEAD_DIMS:
+        return f"head_dim must be one of {HEAD_DIMS}, got {module.head_dim}"
+    return None

@@ -1,0 +1,60 @@
+"""Exact layer of a `CertifiedCache`, for attention modules that were left unconverted (`convert(..., strict=False)`)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..ops.storage import StoreShape
+from .exact import masked_attention, prefill_attention, query_blocks
+from .layers import RaggedLayer
+from .step import CacheState
+
+
+class DenseLayer(RaggedLayer):
+    """Keys and values in the model's dtype, [B, Hkv, capacity, D], at the same ragged positions as in certified layers."""
+
+    def __init__(
+        self, index: int, shape: StoreShape, state: CacheState, identity: object | None, device: torch.device
+    ) -> None:
+        super().__init__(index, shape, state, identity, device)
+        # One slot more than the capacity: columns that are not stored are written there, and it is never read.
+        size = (shape.batch_size, shape.num_kv_heads, state.capacity + 1, shape.head_dim)
+        self.dense_keys = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.dense_values = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.slots = torch.arange(state.capacity, dtype=torch.int32, device=device)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.dense_keys, self.dense_values, self.slots
+
+    def reset(self) -> None:
+        """Clear the tokens: a masked slot that still held a NaN would spoil the sum of values."""
+        self.dense_keys.zero_()
+        self.dense_values.zero_()
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        valid: torch.Tensor | None,
+        scale: float,
+        window: int,
+    ) -> torch.Tensor:
+        state = self.state
+        plan = state.enter(self.index, valid, q.shape[2])
+        slot = torch.where(plan.positions >= 0, plan.positions, state.capacity).to(torch.int64)
+        index = slot[:, None, :, None].expand(k.shape)
+        self.dense_keys.scatter_(2, index, k)
+        self.dense_values.scatter_(2, index, v)
+        if plan.prefill:
+            out, _ = prefill_attention(q, k, v, plan.positions, plan.ragged, window, scale)
+        else:
+            keys, values = self.dense_keys[:, :, : state.capacity], self.dense_values[:, :, : state.capacity]
+            slots = self.slots.expand(state.batch_size, -1)
+            parts = [
+                masked_attention(q[:, :, rows], keys, values, plan.positions[:, rows], slots, window, scale)
+                for rows in query_blocks(q.shape[2], q.shape[1] // k.shape[1])
+            ]
+            out = torch.cat(parts, 2)
+        state.leave(self.index)
+        return out

@@ -1,0 +1,224 @@
+"""What all layers of a cache share: row lengths, the plan of the current forward, counters and last certificates.
+
+The first layer of a forward makes the plan from the validity of the new columns; the last one adds up the certificates and
+advances the lengths. Until then nothing that a reader looks at has changed, so a forward that fails half-way is undone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..ops.storage import POSITION_OVERFLOW, POSITION_PADDING, derive_source_map, identity_page_table
+from ..policy.counters import Counters, Summary, summarize
+from ..policy.gate import Flag, make_limits
+from .masks import may_synchronize
+
+
+@dataclass
+class StepPlan:
+    """Tensors of one forward over T new columns, the same for every layer."""
+
+    new_tokens: int
+    prefill: bool  # the cache was empty and T > 1: the layers attend exactly
+    ragged: bool  # some column may be padding, or find no room
+    positions: torch.Tensor  # int32 [B, T]
+    columns: torch.Tensor  # int32 [B, T]
+    counts: torch.Tensor  # int32 [B]
+    overflow: torch.Tensor  # bool [B], the row has no room: nothing is written for it
+    source_map: torch.Tensor  # int8 [B, Hkv, M]
+    overwrites_tail: bool  # writing it may destroy exact tokens that are still needed
+    longest_after: int | None  # upper bound on the lengths after it, where the host knows
+    certificates: list[torch.Tensor] = field(default_factory=list)
+    summaries: list[Summary] = field(default_factory=list)
+
+
+class CacheState:
+    """Tensors and host-side knowledge that the layers of one cache share.
+
+    Args:
+        batch_size: rows B.
+        pages_per_row: M.
+        page_size: P.
+        num_heads: H, query heads of a certified layer.
+        num_kv_heads: Hkv.
+        certified_layers: model indices of the certified layers.
+        num_layers: attention layers of the model, dense ones included.
+        limits: (tau, output limit or None).
+        device: of every tensor.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        pages_per_row: int,
+        page_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        certified_layers: tuple[int, ...],
+        num_layers: int,
+        limits: tuple[float, float | None],
+        device: torch.device,
+    ) -> None:
+        self.batch_size = batch_size
+        self.page_size = page_size
+        self.pages_per_row = pages_per_row
+        self.capacity = pages_per_row * page_size
+        self.num_kv_heads = num_kv_heads
+        self.num_layers = num_layers
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.column_count = torch.zeros((), dtype=torch.int64, device=device)
+        self.page_table = identity_page_table(batch_size, pages_per_row, device)
+        self.limits = make_limits(*limits, device)
+        self.counters = Counters(certified_layers, num_kv_heads, device)
+        reads = (len(certified_layers), batch_size, num_heads)
+        self.total_variation = torch.zeros(reads, dtype=torch.float32, device=device)
+        self.output = torch.zeros(reads, dtype=torch.float32, device=device)
+        self.flags = torch.full(reads, Flag.IDLE, dtype=torch.int32, device=device)
+        self.plan: StepPlan | None = None
+        self.empty = True
+        # Upper bound on the lengths as far as the host knows; None once a compiled or captured step may have run.
+        self.longest: int | None = 0
+        # A captured graph can be replayed behind the host's back, so what the host knew is never trusted again.
+        self.captured = False
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (
+            self.lengths,
+            self.column_count,
+            self.page_table,
+            self.limits,
+            *self.counters.tensors(),
+            self.total_variation,
+            self.output,
+            self.flags,
+        )
+
+    def reset(self) -> None:
+        """Forget every token and certificate, in place; the counters go on."""
+        self.lengths.zero_()
+        self.column_count.zero_()
+        self.total_variation.zero_()
+        self.output.zero_()
+        self.flags.fill_(Flag.IDLE)
+        self.plan = None
+        self.empty = True
+        self.longest = None if self.captured else 0
+
+    def enter(self, layer: int, valid: torch.Tensor | None, new_tokens: int) -> StepPlan:
+        """Plan of the current forward; the first layer makes it.
+
+        Args:
+            layer: position of the layer among the cache's layers.
+            valid: bool [B, T], which new columns are real tokens; None for all.
+            new_tokens: T.
+
+        Raises:
+            ValueError: a row has no room for its tokens and the host can know.
+            RuntimeError: the last forward failed half-way and may have destroyed tokens, or the layers run out of order.
+        """
+        if layer == 0:
+            self._refuse_damage()
+            self.plan = self._plan(valid, new_tokens)
+        if self.plan is None:
+            raise RuntimeError(f"layer {layer} of the cache ran before layer 0 of the same forward")
+        return self.plan
+
+    def leave(self, layer: int) -> None:
+        """The last layer completes the forward: counters, certificates, lengths."""
+        if layer < self.num_layers - 1:
+            return
+        plan = self.plan
+        summary = self._summary(plan)
+        self.counters.add(summary)
+        self.total_variation.copy_(summary.worst[..., 0])
+        self.output.copy_(summary.worst[..., 1])
+        self.flags.copy_(summary.flags)
+        self.lengths.add_(plan.counts)
+        self.column_count.add_(plan.new_tokens)
+        self.empty = False
+        self.longest = plan.longest_after
+        self.plan = None
+
+    def add_certificate(self, certificate: torch.Tensor) -> None:
+        """Take a layer's certificate [B, H, T, Field.COUNT]; one-token steps are summed up once, by the last layer."""
+        if self.plan.new_tokens == 1:
+            self.plan.certificates.append(certificate)
+        else:
+            self.plan.summaries.append(summarize(certificate[None], self.limits, self.num_kv_heads))
+
+    def _summary(self, plan: StepPlan) -> Summary:
+        if plan.summaries:
+            return Summary.concatenate(plan.summaries)
+        return summarize(torch.stack(plan.certificates), self.limits, self.num_kv_heads)
+
+    def _refuse_damage(self) -> None:
+        if self.plan is not None and self.plan.overwrites_tail:
+            raise RuntimeError(
+                f"the last forward failed half-way; its {self.plan.new_tokens} new tokens may have overwritten exact tokens that "
+                "are still needed. Call reset() on the cache and start again"
+            )
+
+    def _plan(self, valid: torch.Tensor | None, new_tokens: int) -> StepPlan:
+        lengths, batch = self.lengths, self.batch_size
+        if valid is None:
+            steps = torch.arange(new_tokens, dtype=torch.int32, device=lengths.device)
+            columns = steps.expand(batch, new_tokens)
+            counts = torch.full_like(lengths, new_tokens)
+            positions = lengths[:, None] + steps
+        else:
+            ranks = valid.cumsum(1, dtype=torch.int32)
+            counts = ranks[:, -1]
+            if new_tokens == 1:
+                columns = torch.zeros_like(ranks)
+            else:
+                columns = torch.argsort(valid.logical_not().to(torch.int8), dim=1, stable=True).to(torch.int32)
+            positions = torch.where(valid, lengths[:, None] + ranks - 1, POSITION_PADDING)
+        looked, longest_after = self._check_room(counts, new_tokens)
+        overflow = lengths + counts > self.capacity
+        if not looked:
+            counts = torch.where(overflow, 0, counts)
+            positions = torch.where(overflow[:, None] & (positions != POSITION_PADDING), POSITION_OVERFLOW, positions)
+        prefill = new_tokens > 1 and self._is_empty()
+        return StepPlan(
+            new_tokens=new_tokens,
+            prefill=prefill,
+            ragged=valid is not None or not looked,
+            positions=positions,
+            columns=columns.contiguous(),
+            counts=counts,
+            overflow=overflow,
+            source_map=derive_source_map(lengths, self.num_kv_heads, self.pages_per_row, self.page_size),
+            overwrites_tail=new_tokens > self.page_size and not prefill,
+            longest_after=longest_after,
+        )
+
+    def _is_empty(self) -> bool:
+        if not self.captured:
+            return self.empty
+        return may_synchronize(self.lengths) and not bool(self.lengths.any())
+
+    def _check_room(self, counts: torch.Tensor, new_tokens: int) -> tuple[bool, int | None]:
+        """Whether the host knows that every row has room, and then a bound on the lengths afterwards.
+
+        A one-token step on the GPU does not look at the lengths unless the host's own bound says that a row may be full.
+        """
+        if torch.compiler.is_compiling():
+            return False, None
+        if not may_synchronize(self.lengths):
+            self.captured = True
+            return False, None
+        if self.longest is not None and self.longest + new_tokens <= self.capacity:
+            return True, self.longest + new_tokens
+        if self.longest is None and new_tokens == 1 and self.lengths.is_cuda:
+            return False, None
+        needed = self.lengths + counts
+        longest_after = int(needed.max())
+        if longest_after > self.capacity:
+            row = int(needed.argmax())
+            raise ValueError(
+                f"the cache is full: row {row} holds {int(self.lengths[row])} of {self.capacity} tokens and cannot take "
+                f"{int(counts[row])} more; make the CertifiedCache with a larger max_length. Nothing was written"
+            )
+        return True, None if self.captured else longest_after
