@@ -145,7 +145,8 @@ class Scenario:
     Args:
         seed: of every number and every validity mask.
         batch_size, num_kv_heads, group, page_size, head_dim, dtype: as in `StoreShape`; query heads are num_kv_heads * group.
-        chunks: new tokens T of each forward. Every row takes a random share of them; the first forward is all rows, all columns.
+        prefill: tokens that every row holds before the first forward; written, not read.
+        chunks: new tokens T of each forward. A row takes a random share of them; without a prefill the first are taken whole.
         spare_pages: pages of capacity beyond what the chunks need; negative makes rows overflow.
         key_kind, value_kind, query_kind: names in KEY_KINDS, VALUE_KINDS (or "one_hot"), QUERY_KINDS.
         strength: of `make_queries`.
@@ -159,6 +160,7 @@ class Scenario:
     page_size: int = 16
     head_dim: int = 64
     dtype: torch.dtype = torch.bfloat16
+    prefill: int = 0
     chunks: tuple[int, ...] = (80, 1, 1)
     spare_pages: int = 0
     key_kind: str = "normal"
@@ -169,7 +171,7 @@ class Scenario:
 
     @property
     def pages_per_row(self) -> int:
-        return max(1, -(-sum(self.chunks) // self.page_size) + self.spare_pages)
+        return max(1, -(-(self.prefill + sum(self.chunks)) // self.page_size) + self.spare_pages)
 
     @property
     def sm_scale(self) -> float:
@@ -191,6 +193,7 @@ def scenarios(**fixed):
     def draw_scenario(draw):
         page_size = draw(page_sizes)
         first = draw(st.sampled_from((1, page_size - 1, 4 * page_size, 4 * page_size + 1, 5 * page_size - 1)))
+        prefilled = draw(st.booleans())
         later = draw(st.lists(st.sampled_from(chunk_lengths(page_size)), min_size=1, max_size=3))
         drawn = {
             "seed": draw(st.integers(0, 2**31)),
@@ -200,7 +203,8 @@ def scenarios(**fixed):
             "page_size": page_size,
             "head_dim": draw(st.sampled_from((64, 128))),
             "dtype": draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32))),
-            "chunks": (first, *later),
+            "prefill": first if prefilled else 0,
+            "chunks": tuple(later) if prefilled else (first, *later),
             "spare_pages": draw(st.sampled_from((0, 0, 2, -1))),
             "key_kind": draw(st.sampled_from(sorted(KEY_KINDS))),
             "value_kind": draw(st.sampled_from(["one_hot"] * 6 + sorted(VALUE_KINDS))),

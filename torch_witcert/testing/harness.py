@@ -25,6 +25,7 @@ from torch_witcert.ops.storage import (
 
 from .generators import HOT, KEY_KINDS, VALUE_KINDS, Scenario, make_queries, one_hot_values
 from .oracle import exact_attention, stored_tokens
+from .slack import arithmetic_limit
 
 #: Float64 probabilities that a check holds at a time, to bound its memory.
 MOST_PROBABILITIES = 2**27
@@ -67,10 +68,12 @@ class Soundness:
     output_violations: int = 0
     tokens: int = 0  # tokens read, all reads together
     code_tokens: int = 0  # of them as codes
+    arithmetic_reads: int = 0  # reads compared with float64 over the operator's own store
+    arithmetic_violations: int = 0
 
     @property
     def violations(self) -> int:
-        return self.tv_violations + self.output_violations
+        return self.tv_violations + self.output_violations + self.arithmetic_violations
 
     @property
     def code_share(self) -> float:
@@ -180,6 +183,26 @@ class CacheHarness:
         self.write(k, v, valid)
         return result
 
+    def check_arithmetic(self, read: Read, k: torch.Tensor, v: torch.Tensor) -> Soundness:
+        """The operator against float64 over its own K^ and V^: the error is within the slack for its arithmetic.
+
+        Call it between :meth:`read` and :meth:`write`, when the store is what the read saw.
+
+        Args:
+            read: result of :meth:`read`.
+            k, v: the fresh tokens of that read.
+        """
+        tokens = stored_tokens(self.store, k, v, read.positions, self.lengths, self.page_table, self.source_map())
+        exact = exact_attention(
+            read.q, tokens.k, tokens.v, read.positions, tokens.key_positions, self.sm_scale, self.window
+        )
+        limit = arithmetic_limit(read.q, exact, tokens, self.store, self.page_table, self.sm_scale)
+        error = (read.out.double() - exact.output).norm(dim=-1)
+        claimed = (read.positions >= 0)[:, None] & read.certificate[..., Field.OUTPUT].isfinite()
+        return Soundness(
+            arithmetic_reads=int(claimed.sum()), arithmetic_violations=int((claimed & ~(error <= limit)).sum())
+        )
+
     def key_error(self) -> torch.Tensor:
         """K - K^ of what is cached, float64 [B, Hkv, capacity, D]; 0 for tokens that are read exact."""
         none = self.keys[:, :, :0]
@@ -272,26 +295,34 @@ def run(scenario: Scenario, operators: Operators | None = None, device: torch.de
         unused_byte=0xFF,
     )
     one_hot = scenario.value_kind == "one_hot"
-    total = Soundness()
-    for index, new_tokens in enumerate(scenario.chunks):
-        fresh = (batch, kv_heads, new_tokens, dim)
-        valid = ragged_mask(batch, new_tokens, generator)
-        valid |= index == 0
+
+    def make_tokens(valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        fresh = (batch, kv_heads, valid.shape[1], dim)
         k = KEY_KINDS[scenario.key_kind](fresh, generator).to(scenario.dtype)
         if one_hot:
-            v = one_hot_values(harness.place(valid)[0], kv_heads, dim, scenario.dtype)
-        else:
-            v = VALUE_KINDS[scenario.value_kind](fresh, generator).to(scenario.dtype)
+            return k, one_hot_values(harness.place(valid)[0], kv_heads, dim, scenario.dtype)
+        return k, VALUE_KINDS[scenario.value_kind](fresh, generator).to(scenario.dtype)
+
+    if scenario.prefill:
+        valid = torch.ones(batch, scenario.prefill, dtype=torch.bool, device=device)
+        harness.write(*make_tokens(valid), valid)
+    total = Soundness()
+    for new_tokens in scenario.chunks:
+        longest = int(harness.lengths.max())
+        valid = ragged_mask(batch, new_tokens, generator) | (longest == 0)
+        k, v = make_tokens(valid)
         q = make_queries(
             scenario.query_kind,
             (batch, kv_heads * scenario.group, new_tokens, dim),
             scenario.dtype,
             generator,
-            k if index == 0 else harness.keys[:, :, : int(harness.lengths.max())],
-            k if index == 0 else harness.key_error()[:, :, : int(harness.lengths.max())],
+            harness.keys[:, :, :longest] if longest else k,
+            harness.key_error()[:, :, :longest] if longest else k,
             scenario.strength,
             scenario.sm_scale,
         )
-        read = harness.forward(q, k, v, valid)
-        total = total + harness.check(read, one_hot)
+        read = harness.read(q, k, v, valid)
+        arithmetic = harness.check_arithmetic(read, k, v)
+        harness.write(k, v, valid)
+        total = total + harness.check(read, one_hot) + arithmetic
     return total
