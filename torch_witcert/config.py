@@ -1,7 +1,8 @@
 """Recipes: what `convert` puts in the place of attention. Frozen, versioned dataclasses in the manner of torchao.
 
 Where torchao is importable the recipes are `AOBaseConfig`s, so `torchao.quantization.quantize_` takes them too. This
-module is loaded on the first use of a recipe, not by `import torch_witcert`: torchao costs about half a second.
+module is loaded on the first use of a recipe, not by `import torch_witcert`. Loading torchao here costs nothing more:
+transformers' model classes load it wherever it is installed.
 """
 
 from __future__ import annotations

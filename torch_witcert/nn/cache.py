@@ -36,13 +36,19 @@ class CertifiedCache(Cache):
         pages = -(-max_length // config.page_size)
         # Under inference_mode the tensors could not be updated outside it later.
         with torch.inference_mode(False):
-            layers, state = build_layers(modules, config, pages, batch_size, _dtype(model), model.device)
+            layers, state = build_layers(modules, config, pages, batch_size, model.dtype, model.device)
         super().__init__(layers=layers)
         self.state = state
         self.config = config
         if not torch.compiler.is_compiling():
             for tensor in self.tensors():
                 torch._dynamo.mark_static_address(tensor)
+
+    def __repr__(self) -> str:
+        return (
+            f"CertifiedCache(batch_size={self.batch_size}, capacity_per_row={self.capacity_per_row}, certified layers="
+            f"{len(self.certified_layers)} of {len(self.layers)}, nbytes={self.nbytes()})"
+        )
 
     @property
     def capacity_per_row(self) -> int:
@@ -93,12 +99,16 @@ class CertifiedCache(Cache):
             nbytes: bytes available.
             batch_size: rows B.
             config: recipe for a model that is not converted; the default recipe where left out.
+
+        Raises:
+            ValueError: a size is not a positive int, or `config` is not the recipe of the converted model.
         """
         _check_positive("nbytes", nbytes)
         modules, config = _modules(model, config)
 
         def size(pages: int) -> int:
-            return _nbytes(_tensors(*build_layers(modules, config, pages, batch_size, _dtype(model), torch.device("meta"))))
+            layout = build_layers(modules, config, pages, batch_size, model.dtype, torch.device("meta"))
+            return _nbytes(_tensors(*layout))
 
         one, page = size(1), size(2) - size(1)
         return max(0, (nbytes - one) // page + 1) * config.page_size
@@ -190,9 +200,7 @@ def _converted_modules(model: PreTrainedModel) -> tuple[list[nn.Module], Certifi
     return modules, config
 
 
-def _modules(
-    model: PreTrainedModel, config: CertifiedInt8Config | None
-) -> tuple[list[nn.Module], CertifiedInt8Config]:
+def _modules(model: PreTrainedModel, config: CertifiedInt8Config | None) -> tuple[list[nn.Module], CertifiedInt8Config]:
     """Attention modules in layer order, and the recipe they have, or else are to get."""
     from .families import attention_modules
 
@@ -205,11 +213,12 @@ def _modules(
     devices = {parameter.device for module in modules for parameter in module.parameters()}
     if len(devices) > 1:
         raise NotImplementedError(f"attention layers must be on one device, got {sorted(map(str, devices))}")
-    return modules, next(iter(recipes), None) or config or CertifiedInt8Config()
-
-
-def _dtype(model: PreTrainedModel) -> torch.dtype:
-    return model.dtype
+    recipe = next(iter(recipes), None)
+    if recipe is not None and config not in (None, recipe):
+        raise ValueError(
+            f"config must be the recipe that the model was converted with, {recipe}, or None, got {config}"
+        )
+    return modules, recipe or config or CertifiedInt8Config()
 
 
 def _tensors(layers: list[RaggedLayer], state: CacheState) -> tuple[torch.Tensor, ...]:

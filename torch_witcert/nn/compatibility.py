@@ -27,7 +27,9 @@ def release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def check_versions(torch_version: str = torch.__version__, transformers_version: str = transformers.__version__) -> None:
+def check_versions(
+    torch_version: str = torch.__version__, transformers_version: str = transformers.__version__
+) -> None:
     """Refuse versions that cannot work; warn once for a pair that was not tested.
 
     Raises:

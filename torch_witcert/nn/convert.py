@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from transformers import PreTrainedModel
 
 from ..config import CertifiedInt8Config
@@ -68,16 +68,20 @@ def convert(
             chosen.append(name)
     if strict and left_dense:
         listed = "; ".join(f"{name}: {reason}" for name, reason in left_dense.items())
-        raise ValueError(f"strict=True refuses to leave attention modules dense: {listed}. Pass strict=False to allow it")
+        raise ValueError(
+            f"strict=True refuses to leave attention modules dense: {listed}. Pass strict=False to allow it"
+        )
     if not chosen:
-        raise ValueError(f"no attention module of model ({type(model).__name__}) was chosen by filter_fn or can be converted")
+        raise ValueError(
+            f"no attention module of model ({type(model).__name__}) was chosen by filter_fn or can be converted"
+        )
     replaced = [(name, certify_module(model.get_submodule(name), config, adopt=False)) for name in chosen]
     for name, module in replaced:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
     _adopt(model.config)
     setattr(model, CONVERSION, Conversion(config, left_dense))
-    model._prepare_cache_for_generation = CachePreparation(model)
+    model._prepare_cache_for_generation = CachePreparation(model, config)
     return model
 
 
@@ -92,8 +96,6 @@ def certify_module(module: nn.Module, config: CertifiedInt8Config, adopt: bool =
     Raises:
         ValueError: the module cannot be converted, with the reason.
     """
-    if isinstance(module, CertifiedAttention):
-        raise ValueError(f"module {type(module).__name__} is already converted: call torch_witcert.restore(model) first")
     if reason := _why_not(module):
         raise ValueError(f"module {type(module).__name__} cannot be converted: {reason}")
     certified = CERTIFIED_CLASSES[type(module)].replacing(module, config)
@@ -129,8 +131,10 @@ def _adopt(config) -> None:
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        raise ValueError("model is already compiled by torch.compile: call convert() on the model first, then compile it")
+    if isinstance(model, nn.Module) and any(isinstance(part, OptimizedModule) for part in model.modules()):
+        raise ValueError(
+            "model is already compiled by torch.compile: call convert() on the model first, then compile it"
+        )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     if getattr(model.config, "model_type", None) not in MODEL_TYPES:
@@ -162,6 +166,8 @@ def _check_model(model: PreTrainedModel) -> None:
 
 def _why_not(module: nn.Module) -> str | None:
     """Why an attention module cannot be converted; None where it can."""
+    if isinstance(module, CertifiedAttention):
+        return "it is already converted; call torch_witcert.restore(model) first"
     if type(module) not in CERTIFIED_CLASSES:
         supported = ", ".join(cls.__name__ for cls in CERTIFIED_CLASSES)
         return f"attention class {type(module).__name__} is not supported; supported: {supported}"

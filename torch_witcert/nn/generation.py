@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from ..config import CertifiedInt8Config
 from .cache import CertifiedCache
 from .compatibility import CACHE_ARGUMENT
-from .families import attention_modules
 
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -24,16 +24,18 @@ class CachePreparation:
 
     Args:
         model: the converted model.
+        config: its recipe.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, config: CertifiedInt8Config) -> None:
         self.model = model
+        self.config = config
         self.own: CertifiedCache | None = None
         self.last: weakref.ref[CertifiedCache] | None = None
 
     def __getstate__(self) -> dict:
         # A copy of a model starts without caches.
-        return {"model": self.model, "own": None, "last": None}
+        return {"model": self.model, "config": self.config, "own": None, "last": None}
 
     def __call__(
         self, generation_config, model_kwargs: dict, generation_mode, batch_size: int, max_cache_length: int
@@ -41,13 +43,13 @@ class CachePreparation:
         """Same signature as the method it stands in for.
 
         Raises:
-            ValueError: `cache_implementation` is given, or the cache passed is foreign or too small.
+            ValueError: `cache_implementation` is given, or the cache passed is foreign or, still empty, too small.
             NotImplementedError: a generation mode that edits the cache (beam search, assisted generation).
         """
         prepare = type(self.model)._prepare_cache_for_generation
         passed = model_kwargs.get(CACHE_ARGUMENT)
         arguments = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        foreign_allowed = _recipe(self.model).foreign_cache == "dense"
+        foreign_allowed = self.config.foreign_cache == "dense"
         if generation_config.use_cache is False or (
             foreign_allowed and (generation_config.cache_implementation is not None or _is_foreign(passed))
         ):
@@ -65,7 +67,7 @@ class CachePreparation:
             )
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         if passed is not None:
-            self._check_passed(passed, rows, max_cache_length)
+            self._check_passed(passed, rows, max_cache_length, model_kwargs.get("attention_mask"))
             prepare(self.model, *arguments)
             self.last = weakref.ref(passed)
             return
@@ -84,7 +86,9 @@ class CachePreparation:
         self.own = CertifiedCache(self.model, max_length, rows)
         return self.own
 
-    def _check_passed(self, passed: object, rows: int, max_cache_length: int) -> None:
+    def _check_passed(
+        self, passed: object, rows: int, max_cache_length: int, attention_mask: torch.Tensor | None
+    ) -> None:
         if _is_foreign(passed):
             raise ValueError(
                 f"{CACHE_ARGUMENT} is a {type(passed).__name__}; a converted model generates with a torch_witcert.CertifiedCache"
@@ -92,6 +96,14 @@ class CachePreparation:
             )
         if passed.batch_size != rows:
             raise ValueError(f"the CertifiedCache has {passed.batch_size} rows, but generate() needs {rows}")
+        if not passed.state.empty:
+            return  # the columns it holds may or may not be part of the prompt; a full row is refused when it happens
+        padding = 0 if attention_mask is None else int((attention_mask == 0).sum(1).min())
+        if max_cache_length - padding > passed.capacity_per_row:
+            raise ValueError(
+                f"the CertifiedCache holds {passed.capacity_per_row} tokens a row, but this call may need "
+                f"{max_cache_length - padding}: make it with a larger max_length, or ask for fewer new tokens"
+            )
 
 
 def last_cache(model: PreTrainedModel) -> CertifiedCache:
@@ -104,7 +116,7 @@ def last_cache(model: PreTrainedModel) -> CertifiedCache:
         ValueError: the model is not converted by `convert`, has not generated yet, or the cache is gone.
     """
     preparation = model.__dict__.get("_prepare_cache_for_generation")
-    if not isinstance(preparation, CachePreparation):
+    if preparation is None:
         raise ValueError(f"model ({type(model).__name__}) is not converted: call torch_witcert.convert(model) first")
     cache = preparation.last() if preparation.last is not None else None
     if cache is None:
@@ -114,11 +126,6 @@ def last_cache(model: PreTrainedModel) -> CertifiedCache:
 
 def _is_foreign(cache: object) -> bool:
     return cache is not None and not isinstance(cache, CertifiedCache)
-
-
-def _recipe(model: PreTrainedModel):
-    modules = (module for _, module in attention_modules(model))
-    return next(module.certified_config for module in modules if hasattr(module, "certified_config"))
 
 
 def _fits(cache: CertifiedCache, model: PreTrainedModel, max_length: int, rows: int) -> bool:

@@ -25,6 +25,14 @@ class FreshTokens:
     keys: torch.Tensor
     values: torch.Tensor
 
+    @property
+    def shape(self) -> torch.Size:
+        """What any other attention implementation looks at first, and the place to tell it."""
+        raise ValueError(
+            "a CertifiedCache was passed to a model that is not converted (any more), or whose attention implementation was "
+            "changed: call torch_witcert.convert(model) and make the cache for it"
+        )
+
 
 class RaggedLayer(CacheLayerMixin):
     """One layer of ragged rows. Subclasses hold the tokens and read them in :meth:`attend`.

@@ -32,7 +32,9 @@ def certificates(cache: CertifiedCache) -> Certificates:
         TypeError: `cache` is not a CertifiedCache.
     """
     if not isinstance(cache, CertifiedCache):
-        raise TypeError(f"cache must be a CertifiedCache, got {type(cache).__name__}; after generate() use last_cache(model)")
+        raise TypeError(
+            f"cache must be a CertifiedCache, got {type(cache).__name__}; after generate() use last_cache(model)"
+        )
     state = cache.state
     return Certificates(state.total_variation, state.output, state.total_variation, state.output, state.flags)
 

@@ -69,7 +69,9 @@ def summarize(certificates: torch.Tensor, limits: torch.Tensor, num_kv_heads: in
     over_reads = (1, 2, 3)
     decided = torch.stack([read, with_codes, with_codes & ~rejected, finite, unbounded], -1)
     tokens = certificates[..., TOKEN_FIELDS].sum(over_reads, dtype=torch.float64)
-    counts = torch.cat([decided.sum(over_reads), tokens.to(torch.int64), torch.zeros_like(tokens[:, :1], dtype=torch.int64)], -1)
+    counts = torch.cat(
+        [decided.sum(over_reads), tokens.to(torch.int64), torch.zeros_like(tokens[:, :1], dtype=torch.int64)], -1
+    )
     measured = torch.where(finite[..., None], certificates[..., MEASURED], 0.0)
     group_flagged = (with_codes & rejected).unflatten(2, (num_kv_heads, -1)).any(3)
     worst = certificates.amax(3)

@@ -1,0 +1,101 @@
+"""Tiny random models and helpers for the tests of `torch_witcert.nn`."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import torch_witcert
+from torch_witcert.nn.compatibility import CACHE_ARGUMENT
+
+VOCABULARY = 97
+#: Small pages: a hundred tokens fill several.
+RECIPE = torch_witcert.CertifiedInt8Config(page_size=16)
+
+
+def tiny_model(
+    family: str = "llama",
+    *,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **options,
+) -> PreTrainedModel:
+    """A random model in eval mode. `window` is for Mistral (every layer) and Qwen2 (every second layer)."""
+    torch.manual_seed(seed)
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "initializer_range": 0.15,
+        **options,
+    }
+    if family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**common))
+    elif family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**common, sliding_window=window))
+    else:
+        sliding = {"use_sliding_window": window is not None, "sliding_window": window}
+        types = ["sliding_attention" if window and layer % 2 else "full_attention" for layer in range(layers)]
+        model = Qwen2ForCausalLM(Qwen2Config(**common, **sliding, layer_types=types))
+    return model.eval().to(dtype)
+
+
+def converted(*arguments, recipe: torch_witcert.CertifiedInt8Config = RECIPE, **options) -> PreTrainedModel:
+    return torch_witcert.convert(tiny_model(*arguments, **options), recipe)
+
+
+def prompt(tokens: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
+    """Random token ids [batch, tokens], never the padding id 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, (batch, tokens), generator=generator)
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, ids: torch.Tensor, cache: object | None = None, **options) -> torch.Tensor:
+    """Logits [B, T, vocabulary] of one forward, with the cache under the name that this version uses."""
+    if cache is not None:
+        options = {CACHE_ARGUMENT: cache, "use_cache": True, **options}
+    else:
+        options = {"use_cache": False, **options}
+    return model(input_ids=ids, **options).logits
+
+
+def left_padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask [B, longest] of rows [1, n], padded with 0 on the left."""
+    longest = max(row.shape[1] for row in rows)
+    ids = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
+    return ids, (ids != 0).long()
+
+
+def greedy(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **options) -> torch.Tensor:
+    """New tokens [B, new_tokens] of greedy generation."""
+    out = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
+    return out[:, ids.shape[1] :]
+
+
+def stored_codes(cache: torch_witcert.CertifiedCache, row: int) -> list[torch.Tensor]:
+    """Codes, scales, zeros and notes of a row's complete pages, layer by layer."""
+    complete = int(cache.lengths[row]) // cache.config.page_size
+    pages = cache.state.page_table[row, :complete].long()
+    return [part[pages] for layer in cache.layers for part in layer.store[:6]]
