@@ -20,7 +20,7 @@ def arithmetic_limit(
     page_table: torch.Tensor,
     sm_scale: float,
 ) -> torch.Tensor:
-    """Largest error of an output against attention over K^ and V^, float64 [B, H, T].
+    """Largest error of an output against attention over K^ and V^, float64 [B, H, T]; T may be some of a forward's columns.
 
     It is the certificate of a read whose radii hold the arithmetic alone and whose values are V^.
 
@@ -30,8 +30,9 @@ def arithmetic_limit(
         tokens: what the read saw.
         store, page_table, sm_scale: of the read.
     """
-    _, heads, new_tokens, dim = q.shape
+    heads, dim = q.shape[1], q.shape[3]
     kv_heads, page_size, slots = store.k_codes.shape[1], store.page_size, page_table.shape[1]
+    new_tokens = tokens.k.shape[2] - slots * page_size
     group = heads // kv_heads
     split = pages_per_split(page_size, slots)
     arithmetic = Arithmetic.of(dim, page_size, slots, split, new_tokens, q.dtype)

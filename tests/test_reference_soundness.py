@@ -1,0 +1,366 @@
+"""The float32 reference of the operators against float64: its bounds hold, with no tolerance, whatever it is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from torch_witcert.ops.certificate import Field
+from torch_witcert.ops.library import INTERPRETED
+from torch_witcert.ops.storage import MODEL_DTYPES, POSITION_OVERFLOW, SOURCE_NONE, StoreShape
+from torch_witcert.testing.generators import HOT, KEY_KINDS, QUERY_KINDS, Scenario, one_hot_values, scenarios
+from torch_witcert.testing.harness import (
+    REFERENCE,
+    CacheHarness,
+    Operators,
+    Soundness,
+    ragged_mask,
+    registered,
+    run,
+    shuffled_page_table,
+)
+from torch_witcert.testing.oracle import exact_attention, stored_tokens, total_variation, visible
+
+P, D, HKV, GROUP = 16, 64, 2, 3
+PREFILL = 5 * P + 3  # five completed pages and a part of one
+
+
+@given(scenarios())
+@settings(max_examples=400)
+def test_bounds_hold_with_zero_tolerance(scenario):
+    counts = run(scenario, REFERENCE)
+    assert counts.violations == 0, counts
+
+
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 24])
+def test_decode_with_most_tokens_as_codes(dtype, group):
+    scenario = Scenario(
+        group=group, dtype=dtype, prefill=40 * P + 5, chunks=(1,) * 6, value_kind="one_hot", page_size=P
+    )
+    total = Soundness()
+    for seed, query_kind in enumerate(("normal", "residual", "token", "worst_channel")):
+        total += run(replace(scenario, seed=seed, query_kind=query_kind, strength=0.3), REFERENCE)
+    assert total.violations == 0
+    assert total.tv_reads == total.reads > 0
+    assert total.code_share > 0.9
+    assert total.unbounded == 0
+
+
+@pytest.mark.parametrize("query_kind", QUERY_KINDS)
+@pytest.mark.parametrize("key_kind", sorted(KEY_KINDS))
+def test_every_pair_of_kinds(key_kind, query_kind):
+    scenario = Scenario(prefill=PREFILL, chunks=(P + 1, 1), key_kind=key_kind, query_kind=query_kind, group=2)
+    for dtype in MODEL_DTYPES:
+        for value_kind in ("one_hot", key_kind):
+            counts = run(replace(scenario, dtype=dtype, value_kind=value_kind, seed=len(value_kind)), REFERENCE)
+            assert counts.violations == 0, (dtype, value_kind, counts)
+
+
+def harness_of(batch: int = 2, pages: int = 8, dtype: torch.dtype = torch.bfloat16, **options) -> CacheHarness:
+    shape = StoreShape(batch, pages, HKV, P, D, dtype)
+    return CacheHarness(shape, sm_scale=D**-0.5, **({"operators": REFERENCE} | options))
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tokens_of(batch: int, new_tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16):
+    q = normal(batch, HKV * GROUP, new_tokens, D, seed=3 * seed, dtype=dtype)
+    k, v = (normal(batch, HKV, new_tokens, D, seed=3 * seed + i, dtype=dtype) for i in (1, 2))
+    return q, k, v, torch.ones(batch, new_tokens, dtype=torch.bool)
+
+
+def same(a, b) -> bool:
+    """Bit-equal results of two reads."""
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("out", "lse", "certificate"))
+
+
+def rows_of(read, rows: slice):
+    return read._replace(**{name: getattr(read, name)[rows] for name in ("out", "lse", "certificate", "positions")})
+
+
+class TestHarnessRejects:
+    """The harness sees a wrong operator; else the counts above mean nothing."""
+
+    scenario = Scenario(prefill=PREFILL, chunks=(P, 1, 1), value_kind="one_hot", dtype=torch.float32, group=GROUP)
+
+    def violations(self, attend=None, write=None) -> Soundness:
+        return run(
+            self.scenario,
+            Operators(write or REFERENCE.kv_write, attend or REFERENCE.certified_attention),
+        )
+
+    def test_bounds_that_are_too_small(self):
+        def attend(*args):
+            out, lse, certificate = REFERENCE.certified_attention(*args)
+            return out, lse, certificate * 1e-3
+
+        counts = self.violations(attend)
+        assert counts.tv_violations > 0 and counts.output_violations > 0
+
+    def test_a_code_that_is_not_the_key(self):
+        def write(*args):
+            REFERENCE.kv_write(*args)
+            args[6][:, :, 3] = 0
+
+        counts = self.violations(write=write)
+        assert counts.tv_violations > 0 and counts.output_violations > 0
+        assert counts.arithmetic_violations == 0  # it reads its own store rightly
+
+    def test_an_output_that_is_not_its_own_distribution(self):
+        def attend(*args):
+            out, lse, certificate = REFERENCE.certified_attention(*args)
+            return out.roll(1, -1), lse, certificate
+
+        assert self.violations(attend).arithmetic_violations > 0
+
+    def test_a_page_that_is_not_read(self):
+        def attend(q, k, v, positions, lengths, page_table, source_map, *args):
+            source_map[:, :, 2] = SOURCE_NONE
+            return REFERENCE.certified_attention(q, k, v, positions, lengths, page_table, source_map, *args)
+
+        counts = self.violations(attend)
+        assert counts.tv_violations > 0 and counts.arithmetic_violations > 0
+
+
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+@pytest.mark.parametrize("window", [0, 2 * P + 5])
+def test_fields_are_what_their_names_say(dtype, window):
+    cache = harness_of(dtype=dtype, window=window)
+    cache.forward(*tokens_of(2, PREFILL, 0, dtype))
+    q, k, v, valid = tokens_of(2, P, 1, dtype)
+    valid[1, :5] = False
+    read = cache.read(q, k, v, valid)
+    tokens = stored_tokens(cache.store, k, v, read.positions, cache.lengths, cache.page_table, cache.source_map())
+    stored = exact_attention(q, tokens.k, tokens.v, read.positions, tokens.key_positions, cache.sm_scale, window)
+    seen = visible(read.positions, tokens.key_positions, window)[:, None].expand_as(stored.probabilities)
+    is_code = tokens.is_code.repeat_interleave(GROUP, 1)[:, :, None]
+    field = read.certificate.double().unbind(-1)
+    assert torch.equal(field[Field.TOKENS], seen.sum(-1).double())
+    assert torch.equal(field[Field.CODE_TOKENS], (seen & is_code).sum(-1).double())
+    code_mass = (stored.probabilities * is_code).sum(-1)
+    assert torch.allclose(field[Field.CODE_MASS], code_mass, atol=1e-5)
+    assert torch.allclose(read.lse.double(), stored.lse, atol=1e-4)
+
+    # Errors that the radius and E_val speak of, from the originals.
+    key_error = torch.cat([cache.key_error(), torch.zeros_like(k).double()], 2)
+    error = (q.double() @ key_error.repeat_interleave(GROUP, 1).mT).abs() * cache.sm_scale
+    assert (torch.where(seen, error, 0.0).amax(-1) <= field[Field.RADIUS]).all()
+    exact_values = torch.cat([cache.values, v], 2).double()
+    value_error = torch.where(tokens.is_code[..., None], tokens.v - exact_values, 0.0)
+    moved = (stored.probabilities @ value_error.repeat_interleave(GROUP, 1)).norm(dim=-1)
+    assert (moved <= field[Field.VALUE_ERROR]).all()
+    assert (field[Field.VALUE_ERROR] + field[Field.KEY_ERROR] <= field[Field.OUTPUT] * (1 + 1e-6)).all()
+
+
+def test_padding_reads_nothing():
+    cache = harness_of()
+    cache.forward(*tokens_of(2, PREFILL, 0))
+    q, k, v, valid = tokens_of(2, P, 1)
+    valid[0, :7] = False
+    k[0, :, :7], v[0, :, :7], q[0, :, :7] = float("nan"), float("inf"), float("nan")
+    read = cache.forward(q, k, v, valid)
+    assert (read.out[0, :, :7] == 0).all()
+    assert read.lse[0, :, :7].isneginf().all()
+    assert (read.certificate[0, :, :7] == 0).all()
+    assert read.certificate[0, :, 7:].isfinite().all()
+    assert cache.lengths.tolist() == [PREFILL + P - 7, PREFILL + P]
+    assert cache.check(read, one_hot=False).violations == 0
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("place", ["page", "tail", "fresh"])
+def test_a_value_that_is_not_finite_marks_the_reads_that_see_it_and_no_other(place, side, poison):
+    clean, dirty = harness_of(3), harness_of(3)
+    at = {"page": 2 * P + 1, "tail": 5 * P + 1, "fresh": PREFILL + 4}[place]
+    reads = []
+    for cache, value in ((clean, None), (dirty, poison)):
+        start = 0
+        for seed, count in enumerate((PREFILL, P)):
+            q, k, v, valid = tokens_of(3, count, seed)
+            if value is not None and start <= at < start + count:
+                {"k": k, "v": v}[side][1, 1, at - start, 5] = value
+            reads.append(cache.forward(q, k, v, valid))
+            start += count
+    for read, reference in zip(reads[2:], reads[:2], strict=True):
+        for rows in (slice(0, 1), slice(2, 3)):
+            assert same(rows_of(read, rows), rows_of(reference, rows))
+        row = rows_of(read, slice(1, 2))
+        others = slice(0, GROUP)  # the other KV head
+        assert torch.equal(row.certificate[:, others], rows_of(reference, slice(1, 2)).certificate[:, others])
+        sees = row.positions[0] >= at
+        marked = row.certificate[0, GROUP:, :, : Field.OUTPUT + 1].isinf()
+        assert marked[:, sees].all()
+        assert row.out.isfinite().all()
+        if place == "page" and sees.all():
+            continue
+        before = ~sees if place != "page" else row.positions[0] < at
+        assert not marked[:, before].any()
+    last = clean.lengths.tolist()
+    assert last == dirty.lengths.tolist() == [PREFILL + P] * 3
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_query_that_is_not_finite_is_marked(poison):
+    cache = harness_of()
+    cache.forward(*tokens_of(2, PREFILL, 0))
+    q, k, v, valid = tokens_of(2, 2, 1)
+    expected = cache.read(q, k, v, valid)
+    q[0, 1, 1, 3] = poison
+    read = cache.read(q, k, v, valid)
+    assert read.certificate[0, 1, 1, : Field.OUTPUT + 1].isinf().all()
+    untouched = torch.ones(2, HKV * GROUP, 2, dtype=torch.bool)
+    untouched[0, 1, 1] = False
+    assert torch.equal(read.certificate[untouched], expected.certificate[untouched])
+    assert torch.equal(read.out[untouched], expected.out[untouched])
+
+
+def test_tokens_beyond_the_capacity_are_marked_and_not_written():
+    cache = harness_of(2, pages=6)
+    cache.forward(*tokens_of(2, PREFILL, 0))
+    q, k, v, valid = tokens_of(2, P, 1)
+    valid[1, :] = False
+    read = cache.forward(q, k, v, valid)
+    fits = 6 * P - PREFILL
+    assert (read.positions[0, fits:] == POSITION_OVERFLOW).all()
+    assert (read.out[0, :, fits:] == 0).all()
+    assert read.certificate[0, :, fits:, : Field.OUTPUT + 1].isinf().all()
+    assert read.certificate[0, :, :fits].isfinite().all()
+    assert cache.lengths.tolist() == [6 * P, PREFILL]
+    assert cache.check(read, one_hot=False).violations == 0
+    full = cache.forward(*tokens_of(2, 1, 2))
+    assert full.certificate[0, :, 0, Field.TV].isinf().all()
+    assert full.certificate[1].isfinite().all()
+
+
+def decode_all(cache: CacheHarness, rows: torch.Tensor, batch: int, seed: int = 0) -> list:
+    """Extend, decode and ragged extend of the same request in the rows of a mask; the other rows get other tokens."""
+    reads = []
+    for index, count in enumerate((PREFILL, 1, P + 3, 1, 2)):
+        request = tokens_of(1, count, 10 + index)
+        others = tokens_of(batch, count, 100 + 10 * seed + index)
+        q, k, v = (torch.where(rows[:, None, None, None], mine, other) for mine, other in zip(request[:3], others[:3]))
+        valid = ragged_mask(batch, count, torch.Generator().manual_seed(seed + index))
+        if index == 2:
+            request[3][:, :4] = False
+        valid = torch.where(rows[:, None], request[3], valid)
+        reads.append(cache.forward(q, k, v, valid))
+    return reads
+
+
+@pytest.mark.parametrize("window", [0, 3 * P])
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_other_slots_and_pages(window):
+    alone = harness_of(1, window=window)
+    expected = decode_all(alone, torch.tensor([True]), 1)
+    assert int(alone.lengths[0]) // P >= 6
+    for batch, slot, seed in ((3, 0, 1), (3, 2, 2), (5, 1, 3)):
+        table = shuffled_page_table(batch, 8, torch.Generator().manual_seed(seed))
+        cache = harness_of(batch, window=window, page_table=table, unused_byte=0xFF)
+        reads = decode_all(cache, torch.arange(batch) == slot, batch, seed)
+        for read, lone in zip(reads, expected, strict=True):
+            assert same(rows_of(read, slice(slot, slot + 1)), lone)
+        complete = int(alone.lengths[0]) // P
+        for mine, other in zip(cache.store[:6], alone.store[:6], strict=True):
+            assert torch.equal(mine[table[slot, :complete].long()], other[:complete])
+
+
+def test_equal_rows_of_a_batch_have_equal_bits():
+    cache = harness_of(3)
+    for read in decode_all(cache, torch.ones(3, dtype=torch.bool), 3):
+        for row in (1, 2):
+            assert same(rows_of(read, slice(row, row + 1)), rows_of(read, slice(0, 1)))
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_unused_slots_may_hold_any_bytes(byte):
+    rows = torch.tensor([True, False])
+    for read, expected in zip(
+        decode_all(harness_of(2, unused_byte=byte), rows, 2), decode_all(harness_of(2), rows, 2), strict=True
+    ):
+        assert same(read, expected)
+
+
+def test_pages_do_not_depend_on_the_chunks_that_filled_them():
+    total = 6 * P + 5
+    _, k, v, valid = tokens_of(1, total, 0)
+    live = torch.arange(5 * P, total) % (2 * P)  # the unfinished page and the one before
+    stores = []
+    for chunk in (total, 1, P - 1, P + 1, 2 * P + 5):
+        cache = harness_of(1)
+        for start in range(0, total, chunk):
+            part = slice(start, start + chunk)
+            cache.write(k[:, :, part], v[:, :, part], valid[:, part])
+        store = cache.store
+        stores.append(store._replace(k_tail=store.k_tail[:, :, live], v_tail=store.v_tail[:, :, live]))
+    for store in stores[1:]:
+        for part, expected in zip(store, stores[0], strict=True):
+            assert torch.equal(part, expected)
+
+
+def test_left_padding_changes_nothing():
+    """A padded chunk gives the bits of the same chunk without padding columns in between, page for page."""
+    plain, padded = harness_of(1), harness_of(1)
+    for index, count in enumerate((PREFILL, P, 1)):
+        q, k, v, valid = tokens_of(1, count, index)
+        plain.write(k, v, valid)
+        pad = 5
+
+        def widen(x: torch.Tensor, pad: int = pad) -> torch.Tensor:
+            return torch.cat([x.new_full((*x.shape[:2], pad, D), float("nan")), x], 2)
+
+        padded.write(widen(k), widen(v), torch.cat([torch.zeros(1, pad, dtype=torch.bool), valid], 1))
+    for part, expected in zip(padded.store, plain.store, strict=True):
+        assert torch.equal(part, expected)
+    q, k, v, valid = tokens_of(1, 1, 9)
+    assert same(padded.forward(q, k, v, valid), plain.forward(q, k, v, valid))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the registered CPU operators are the Triton kernels here")
+def test_registered_operators_on_the_cpu_are_the_reference():
+    rows = torch.tensor([True, False])
+    for read, expected in zip(
+        decode_all(harness_of(2, operators=registered()), rows, 2), decode_all(harness_of(2), rows, 2), strict=True
+    ):
+        assert same(read, expected)
+
+
+def observed_read(pages: int, cached: int):
+    """A float32 read over one-hot values: its certificate, its distances, and the total variation of p^ from p, ungrouped."""
+    cache = harness_of(1, pages=pages, dtype=torch.float32)
+    _, k, _, valid = tokens_of(1, cached, 0, torch.float32)
+    cache.write(k, one_hot_values(cache.place(valid)[0], HKV, D, torch.float32), valid)
+    q, k, _, valid = tokens_of(1, 8, 1, torch.float32)
+    v = one_hot_values(cache.place(valid)[0], HKV, D, torch.float32)
+    read = cache.read(q, k, v, valid)
+    tokens = stored_tokens(cache.store, k, v, read.positions, cache.lengths, cache.page_table, cache.source_map())
+    key_error = torch.cat([cache.key_error(), torch.zeros_like(k).double()], 2)
+    p, stored = (
+        exact_attention(q, keys, tokens.v, read.positions, tokens.key_positions, cache.sm_scale).probabilities
+        for keys in (tokens.k + key_error, tokens.k)
+    )
+    cache.write(k, v, valid)
+    return read.certificate.double(), cache.distances(read, one_hot=True), total_variation(p, stored)
+
+
+def test_one_hot_values_show_the_distribution():
+    """Grouping by channel hides part of a distance, never adds to it."""
+    _, distances, whole = observed_read(8, PREFILL)
+    assert (distances.total_variation <= whole + 1e-6).all()
+    assert (distances.total_variation >= 0.5 * whole).all()
+    assert (whole > 1e-4).all()
+
+
+def test_bounds_are_worth_something():
+    """Median of bound over true distance: independent normal keys are the diffuse case, the loosest (DESIGN section 7)."""
+    certificate, _, whole = observed_read(40, 39 * P)
+    assert (certificate[..., Field.CODE_TOKENS] / certificate[..., Field.TOKENS]).min() > 0.95
+    assert certificate[..., Field.TV].max() < 0.1
+    assert (certificate[..., Field.TV] / whole).median() < 20
+    # No looser than 2 R TV, though nothing is known of how values cancel.
+    assert (certificate[..., Field.OUTPUT] <= 2 * HOT * certificate[..., Field.TV] + 1e-3).all()
