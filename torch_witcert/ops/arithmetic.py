@@ -69,7 +69,13 @@ class Arithmetic:
 
     @classmethod
     def of(
-        cls, head_dim: int, page_size: int, pages_per_row: int, pages_per_split: int, new_tokens: int, dtype: torch.dtype
+        cls,
+        head_dim: int,
+        page_size: int,
+        pages_per_row: int,
+        pages_per_split: int,
+        new_tokens: int,
+        dtype: torch.dtype,
     ) -> Arithmetic:
         num_splits = -(-pages_per_row // pages_per_split) + 1
         return cls(head_dim, page_size, pages_per_split, num_splits, page_size + new_tokens, dtype)
@@ -119,7 +125,9 @@ class Arithmetic:
     @property
     def exact_values(self) -> float:
         """Output error per unit of the mass-weighted norm of exact values."""
-        return (self.exact_tokens + EXACT_TILE) * 2.0**-24 + self.exact_tiles * 2.0**-22 + (self.num_splits + 8) * 2.0**-23
+        return (
+            (self.exact_tokens + EXACT_TILE) * 2.0**-24 + self.exact_tiles * 2.0**-22 + (self.num_splits + 8) * 2.0**-23
+        )
 
     @property
     def normaliser(self) -> float:

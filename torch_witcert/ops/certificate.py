@@ -136,9 +136,7 @@ def output_bounds(
         O1, O2, O3, each [...].
     """
     mass, radius, _ = groups
-    relative, absolute, gap = (
-        (arithmetic.sum_relative, ar.SUM_ABSOLUTE, ar.GAP_ABSOLUTE) if arithmetic else (0.0,) * 3
-    )
+    relative, absolute, gap = (arithmetic.sum_relative, ar.SUM_ABSOLUTE, ar.GAP_ABSOLUTE) if arithmetic else (0.0,) * 3
     grow = torch.expm1(radius)
     excess = (mass * grow).sum(-1) * (1 + relative)
     excess = excess + absolute * (1 + excess)

@@ -82,9 +82,7 @@ def _checked_attention(launch):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         store = PagedStore(k_codes, k_scale, k_zero, v_codes, v_scale, page_notes, k_tail, v_tail)
         validate_attention(q, k, v, positions, lengths, page_table, source_map, store, window, pages_per_split)
-        return launch(
-            q, k, v, positions, lengths, page_table, source_map, *store, sm_scale, window, pages_per_split
-        )
+        return launch(q, k, v, positions, lengths, page_table, source_map, *store, sm_scale, window, pages_per_split)
 
     return certified_attention
 

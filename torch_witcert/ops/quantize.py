@@ -92,8 +92,6 @@ def dequantize_keys(
     return k_zero.to(dtype)[..., None, :] + k_scale.to(dtype)[..., None, :] * k_codes.to(dtype)
 
 
-def dequantize_values(
-    v_codes: torch.Tensor, v_scale: torch.Tensor, dtype: torch.dtype = torch.float64
-) -> torch.Tensor:
+def dequantize_values(v_codes: torch.Tensor, v_scale: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """V^ [..., P, D] = scale * code from channel-major codes [..., D, P]."""
     return v_codes.to(dtype).mT * v_scale.to(dtype)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from . import certificate as cert
 from .arithmetic import Arithmetic
 from .quantize import norm_up, quantize_page
-from .storage import POSITION_OVERFLOW, SOURCE_CODES, Note
+from .storage import POSITION_OVERFLOW, SOURCE_CODES, Note, PagedStore
 
 #: Query rows that the reference scores at a time, to bound its memory.
 QUERY_CHUNK = 256
@@ -53,6 +55,24 @@ def kv_write_reference(
         v_tail[row][:, slots] = new_v[:, start - length :]
 
 
+class _Row(NamedTuple):
+    """Everything that one batch row can read, float32; Hkv heads, m code pages, e exact tokens."""
+
+    page_positions: torch.Tensor  # [m, P]
+    is_code: torch.Tensor  # bool [Hkv, m], read as codes by that head
+    k_codes: torch.Tensor  # [Hkv, m, P, D]
+    k_scale: torch.Tensor  # [Hkv, m, D]
+    k_zero: torch.Tensor  # [Hkv, m, D]
+    v_codes: torch.Tensor  # [Hkv, m, P, D]
+    v_scale: torch.Tensor  # [Hkv, m, P]
+    notes: torch.Tensor  # [Hkv, m, Note.COUNT]
+    exact_positions: torch.Tensor  # [e], negative where there is no token
+    exact_k: torch.Tensor  # [Hkv, e, D], 0 where not finite
+    exact_v: torch.Tensor  # [Hkv, e, D], 0 where not finite
+    key_norm: torch.Tensor  # [Hkv, e], +inf where K or V is not finite
+    value_norm: torch.Tensor  # [Hkv, e], likewise
+
+
 def certified_attention_reference(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -75,101 +95,117 @@ def certified_attention_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention over code pages, exact tail and fresh tokens, with its certificate. Shapes: DESIGN section 5."""
     batch, heads, new_tokens, dim = q.shape
-    kv_heads, page_size, ring = k.shape[1], k_codes.shape[2], k_tail.shape[2]
+    kv_heads, page_size = k.shape[1], k_codes.shape[2]
     group = heads // kv_heads
+    store = PagedStore(k_codes, k_scale, k_zero, v_codes, v_scale, page_notes, k_tail, v_tail)
     arithmetic = Arithmetic.of(dim, page_size, page_table.shape[1], pages_per_split, new_tokens, q.dtype)
-    out = q.new_zeros(batch, heads, new_tokens, dim)
-    lse = torch.full((batch, heads, new_tokens), float("-inf"), dtype=torch.float32, device=q.device)
-    certificate = torch.zeros(batch, heads, new_tokens, cert.Field.COUNT, dtype=torch.float32, device=q.device)
-
-    for row, length in enumerate(lengths.tolist()):
-        # A row is computed alone, on its own shapes, so that its bits do not depend on its neighbours.
-        slots = (source_map[row] == SOURCE_CODES).any(0).nonzero()[:, 0]
-        physical = page_table[row, slots].long()
-        is_code = (source_map[row][:, slots] == SOURCE_CODES)[:, None]
-        page_positions = slots[:, None] * page_size + torch.arange(page_size, device=q.device)
-        codes = k_codes[physical].transpose(0, 1).float()
-        scale, zero = (t[physical].transpose(0, 1).float() for t in (k_scale, k_zero))
-        value_codes = v_codes[physical].permute(1, 0, 3, 2).float()
-        value_scale = v_scale[physical].transpose(0, 1)[..., 0].float()
-        notes = page_notes[physical].transpose(0, 1)
-
-        old = torch.arange(length // page_size * page_size, length, device=q.device)
-        exact_positions = torch.cat([old, positions[row]])
-        exact_k = torch.cat([k_tail[row][:, old % ring], k[row]], 1).float()
-        exact_v = torch.cat([v_tail[row][:, old % ring], v[row]], 1).float()
-        key_norm = _norm_or_infinity(exact_k, exact_v)
-        value_norm = _norm_or_infinity(exact_v, exact_k)
-        exact_k, exact_v = (torch.where(t.isfinite(), t, 0.0) for t in (exact_k, exact_v))
-
+    out = q.new_empty((batch, heads, new_tokens, dim))
+    lse = q.new_empty((batch, heads, new_tokens), dtype=torch.float32)
+    certificate = q.new_empty((batch, heads, new_tokens, cert.Field.COUNT), dtype=torch.float32)
+    # A row is computed alone, on its own shapes, so that its bits do not depend on its neighbours.
+    for index, length in enumerate(lengths.tolist()):
+        row = _gather_row(
+            k[index], v[index], positions[index], length, page_table[index], source_map[index], index, store
+        )
         for start in range(0, new_tokens, QUERY_CHUNK):
             here = slice(start, start + QUERY_CHUNK)
-            query_positions = positions[row, here]
-            queries = q[row, :, here].float().unflatten(0, (kv_heads, group)).flatten(1, 2)
-            at = query_positions.repeat(group)[:, None]
-            oldest = at - window if window else torch.full_like(at, -1)
-
-            seen = (page_positions.flatten() > oldest) & (at >= 0)
-            seen = seen.unflatten(-1, page_positions.shape) & is_code[..., None]
-            scaled_q = (queries * sm_scale)[:, None] * scale[:, :, None]
-            scores = torch.einsum("hmrd,hmpd->hrmp", scaled_q, codes)
-            scores = scores + torch.einsum("hrd,hmd->hrm", queries * sm_scale, zero)[..., None]
-            scores = scores.masked_fill(~seen, float("-inf"))
-
-            exact_seen = (exact_positions >= 0) & (exact_positions <= at) & (exact_positions > oldest)
-            exact_scores = (queries * sm_scale) @ exact_k.mT
-            exact_scores = exact_scores.masked_fill(~exact_seen, float("-inf"))
-
-            reference = torch.cat([scores.flatten(2), exact_scores], -1).amax(-1)
-            reference = torch.where(reference.isneginf(), 0.0, reference)
-            weights = torch.exp(scores - reference[..., None, None])
-            exact_weights = torch.exp(exact_scores - reference[..., None])
-            total = weights.sum((-1, -2)) + exact_weights.sum(-1)
-            divisor = torch.where(total > 0, total, 1.0)
-            scaled = weights * value_scale[:, None]
-            output = torch.einsum("hrmp,hmpd->hrd", scaled, value_codes) + exact_weights @ exact_v
-            output = output / divisor[..., None]
-
-            read_page, read_exact = seen.any(-1), exact_seen.any(-1)
-            radius = cert.code_radius(queries, scale, zero, notes, sm_scale).total(arithmetic)
-            exact_key_norm = torch.where(exact_seen, key_norm[:, None], 0.0).amax(-1)
-            exact_c = cert.exact_radius(queries, exact_key_norm, sm_scale, arithmetic)
-            exact_value_norm = torch.where(exact_seen, value_norm[:, None], 0.0).amax(-1)
-
-            def join(pages: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-                pages = torch.where(read_page, pages, 0.0)
-                exact = torch.where(read_exact, exact, 0.0)
-                return torch.cat([pages, exact[..., None]], -1)
-
-            groups = cert.Groups(
-                mass=join(weights.sum(-1), exact_weights.sum(-1)) / divisor[..., None],
-                radius=join(radius, exact_c),
-                top=join(weights.amax(-1), exact_weights.amax(-1)) / divisor[..., None],
-            )
-            read = cert.Read(
-                groups,
-                value_norm=join(notes[..., None, :, Note.VALUE_NORM], exact_value_norm),
-                scaled_mass=join(scaled.sum(-1), torch.zeros_like(total)) / divisor[..., None],
-                value_error_note=join(notes[..., None, :, Note.VALUE_ERROR], torch.zeros_like(total)),
-                output_norm=output.norm(dim=-1),
-                code_tokens=seen.sum((-1, -2)).float(),
-                tokens=seen.sum((-1, -2)).float() + exact_seen.sum(-1),
-            )
-            fields = cert.certify(read, arithmetic)
-            at = at[:, 0]
-            fields = torch.where((at >= 0)[:, None], fields, 0.0)
-            fields[:, at == POSITION_OVERFLOW, : cert.Field.OUTPUT + 1] = float("inf")
-
-            def rows(x: torch.Tensor) -> torch.Tensor:
-                return x.unflatten(1, (group, -1)).flatten(0, 1)
-
-            out[row, :, here] = rows(torch.where((at >= 0)[:, None], output, 0.0)).to(q.dtype)
-            lse[row, :, here] = rows(torch.where(at >= 0, reference + total.log(), float("-inf")))
-            certificate[row, :, here] = rows(fields)
+            queries = q[index, :, here].float().unflatten(0, (kv_heads, group)).flatten(1, 2)
+            parts = _attend(row, queries, positions[index, here].repeat(group), sm_scale, window, arithmetic)
+            for target, part in zip((out, lse, certificate), parts, strict=True):
+                target[index, :, here] = part.unflatten(1, (group, -1)).flatten(0, 1).to(target.dtype)
     return out, lse, certificate
 
 
-def _norm_or_infinity(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Upper bound of each token's norm; +inf where the token, or its partner in K or V, is not finite."""
-    finite = (x.isfinite() & other.isfinite()).all(-1)
-    return torch.where(finite, norm_up(x), float("inf"))
+def _gather_row(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    length: int,
+    page_table: torch.Tensor,
+    source_map: torch.Tensor,
+    index: int,
+    store: PagedStore,
+) -> _Row:
+    """Code pages, exact tail and fresh tokens of one row; k, v [Hkv, T, D], page_table [M], source_map [Hkv, M]."""
+    page_size, ring = store.page_size, store.k_tail.shape[2]
+    slots = (source_map == SOURCE_CODES).any(0).nonzero()[:, 0]
+    physical = page_table[slots].long()
+    old = torch.arange(length // page_size * page_size, length, device=k.device)
+    exact_k = torch.cat([store.k_tail[index][:, old % ring], k], 1).float()
+    exact_v = torch.cat([store.v_tail[index][:, old % ring], v], 1).float()
+    finite = (exact_k.isfinite() & exact_v.isfinite()).all(-1)
+    return _Row(
+        page_positions=slots[:, None] * page_size + torch.arange(page_size, device=k.device),
+        is_code=source_map[:, slots] == SOURCE_CODES,
+        k_codes=store.k_codes[physical].transpose(0, 1).float(),
+        k_scale=store.k_scale[physical].transpose(0, 1).float(),
+        k_zero=store.k_zero[physical].transpose(0, 1).float(),
+        v_codes=store.v_codes[physical].permute(1, 0, 3, 2).float(),
+        v_scale=store.v_scale[physical].transpose(0, 1)[..., 0].float(),
+        notes=store.page_notes[physical].transpose(0, 1),
+        exact_positions=torch.cat([old, positions]),
+        exact_k=torch.where(exact_k.isfinite(), exact_k, 0.0),
+        exact_v=torch.where(exact_v.isfinite(), exact_v, 0.0),
+        key_norm=torch.where(finite, norm_up(exact_k), float("inf")),
+        value_norm=torch.where(finite, norm_up(exact_v), float("inf")),
+    )
+
+
+def _attend(
+    row: _Row, queries: torch.Tensor, position: torch.Tensor, sm_scale: float, window: int, arithmetic: Arithmetic
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, lse and certificate of query rows [Hkv, R, D] at positions [R]."""
+    at = position[:, None]
+    oldest = at - window if window else torch.full_like(at, -1)
+    seen = (row.page_positions.flatten() > oldest) & (at >= 0)
+    seen = seen.unflatten(-1, row.page_positions.shape) & row.is_code[:, None, :, None]
+    exact_seen = (row.exact_positions >= 0) & (row.exact_positions <= at) & (row.exact_positions > oldest)
+
+    scaled_q = queries * sm_scale
+    scores = torch.einsum("hmrd,hmpd->hrmp", scaled_q[:, None] * row.k_scale[:, :, None], row.k_codes)
+    scores = scores + torch.einsum("hrd,hmd->hrm", scaled_q, row.k_zero)[..., None]
+    scores = scores.masked_fill(~seen, float("-inf"))
+    exact_scores = (scaled_q @ row.exact_k.mT).masked_fill(~exact_seen, float("-inf"))
+
+    reference = torch.cat([scores.flatten(2), exact_scores], -1).amax(-1)
+    reference = torch.where(reference.isneginf(), 0.0, reference)
+    weights = torch.exp(scores - reference[..., None, None])
+    exact_weights = torch.exp(exact_scores - reference[..., None])
+    total = weights.sum((-1, -2)) + exact_weights.sum(-1)
+    divisor = torch.where(total == 0, 1.0, total)
+    scaled = weights * row.v_scale[:, None]
+    output = torch.einsum("hrmp,hmpd->hrd", scaled, row.v_codes) + exact_weights @ row.exact_v
+    output = output / divisor[..., None]
+
+    read_page, read_exact = seen.any(-1), exact_seen.any(-1).expand_as(total)
+    key_norm = torch.where(exact_seen, row.key_norm[:, None], 0.0).amax(-1)
+    value_norm = torch.where(exact_seen, row.value_norm[:, None], 0.0).amax(-1)
+    radius = cert.code_radius(queries, row.k_scale, row.k_zero, row.notes, sm_scale).total(arithmetic)
+
+    def join(pages: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+        """Groups of the certificate: code pages, then the exact tokens; 0 where nothing is read."""
+        exact = torch.where(read_exact, exact, 0.0)
+        return torch.cat([torch.where(read_page, pages, 0.0), exact[..., None]], -1)
+
+    nothing = torch.zeros_like(total)
+    code_tokens = seen.sum((-1, -2)).float()
+    fields = cert.certify(
+        cert.Read(
+            cert.Groups(
+                mass=join(weights.sum(-1), exact_weights.sum(-1)) / divisor[..., None],
+                radius=join(radius, cert.exact_radius(queries, key_norm, sm_scale, arithmetic)),
+                top=join(weights.amax(-1), exact_weights.amax(-1)) / divisor[..., None],
+            ),
+            value_norm=join(row.notes[..., None, :, Note.VALUE_NORM], value_norm),
+            scaled_mass=join(scaled.sum(-1), nothing) / divisor[..., None],
+            value_error_note=join(row.notes[..., None, :, Note.VALUE_ERROR], nothing),
+            output_norm=output.norm(dim=-1),
+            code_tokens=code_tokens,
+            tokens=code_tokens + exact_seen.sum(-1),
+        ),
+        arithmetic,
+    )
+    fields = torch.where(at >= 0, fields, 0.0)
+    fields[:, position == POSITION_OVERFLOW, : cert.Field.OUTPUT + 1] = float("inf")
+    lse = torch.where(position >= 0, reference + total.log(), float("-inf"))
+    return torch.where(at >= 0, output, 0.0), lse, fields

@@ -113,6 +113,9 @@ def _page_scores(
         "scratch_rows",
         "record_plane",
         "statistic_plane",
+        "pages_per_row",
+        "pages_per_split",
+        "code_splits",
     ],
     do_not_specialize_on_alignment=["q", "k", "v", "positions", "lengths"],
 )
@@ -158,23 +161,23 @@ def attend_kernel(
     code_zero,
     exact_dot,
     score_steps,
+    pages_per_row,
+    pages_per_split,
+    code_splits,
     EXACT: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    PAGES_PER_ROW: tl.constexpr,
-    PAGES_PER_SPLIT: tl.constexpr,
-    CODE_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     pid = tl.program_id(0)
     if EXACT:
-        split = CODE_SPLITS
+        split = code_splits
     else:
-        split = pid % CODE_SPLITS
-        pid = pid // CODE_SPLITS
+        split = pid % code_splits
+        pid = pid // code_splits
     block_of_rows = pid % row_blocks
     head = (pid // row_blocks) % KV_HEADS
     row = (pid // row_blocks // KV_HEADS).to(tl.int64)
@@ -214,7 +217,7 @@ def attend_kernel(
         lane = tl.arange(0, _TILE)
         key_norm = tl.zeros([ROWS], tl.float32)
         value_norm = tl.zeros([ROWS], tl.float32)
-        for tile in range(0, tail_tiles + fresh_tiles):
+        for tile in range(tail_tiles + fresh_tiles):
             in_tail = tile < tail_tiles
             at_tail = code_end + tile * _TILE + lane
             column = (tile - tail_tiles) * _TILE + lane
@@ -252,7 +255,7 @@ def attend_kernel(
             total += tl.sum(weights, 0)
             accumulator += tl.dot(tl.trans(values), weights, input_precision="ieee")
         radius = q_norm * key_norm * exact_dot + score_steps
-        record = scratch * (PAGES_PER_ROW + 1) + PAGES_PER_ROW
+        record = scratch * (pages_per_row + 1) + pages_per_row
         tl.store(records + _RECORD_REFERENCE * record_plane + record, maximum, mask=is_query)
         tl.store(records + _RECORD_MASS * record_plane + record, total, mask=is_query)
         tl.store(records + _RECORD_SCALED_MASS * record_plane + record, tl.zeros_like(total), mask=is_query)
@@ -260,8 +263,8 @@ def attend_kernel(
         tl.store(records + _RECORD_RADIUS * record_plane + record, radius, mask=is_query)
         tl.store(exact_norms + scratch, value_norm, mask=is_query)
     else:
-        begin = split * PAGES_PER_SPLIT
-        end = tl.minimum(begin + PAGES_PER_SPLIT, pages)
+        begin = split * pages_per_split
+        end = tl.minimum(begin + pages_per_split, pages)
         # A page that no row of this block sees is not read; position -1 (padding) sees nothing.
         first_seen = tl.min(tl.where(is_valid, tl.maximum(oldest + 1, 0), length), 0)
         begin = tl.maximum(begin, first_seen // PAGE_SIZE)
@@ -269,8 +272,8 @@ def attend_kernel(
             return
         token = tl.arange(0, PAGE_SIZE)
         for page in range(begin, end):
-            physical = tl.load(page_table + row * PAGES_PER_ROW + page).to(tl.int64)
-            source = tl.load(source_map + row_head * PAGES_PER_ROW + page)
+            physical = tl.load(page_table + row * pages_per_row + page).to(tl.int64)
+            source = tl.load(source_map + row_head * pages_per_row + page)
             block = physical * KV_HEADS + head
             scores, step, square, centre = _page_scores(
                 scaled_q, k_codes, k_scale, k_zero, block, token, channel, PAGE_SIZE, HEAD_DIM, OPERAND
@@ -297,7 +300,7 @@ def attend_kernel(
             radius = radius * _RADIUS_RELATIVE + 127.0 * LN_2 * step * code_step + LN_2 * centre * code_zero
             radius = tl.where(is_finite(tl.load(notes + _KEY_NORM)), radius + score_steps, float("inf"))
 
-            record = scratch * (PAGES_PER_ROW + 1) + page
+            record = scratch * (pages_per_row + 1) + page
             tl.store(records + _RECORD_REFERENCE * record_plane + record, reference, mask=is_query)
             tl.store(records + _RECORD_MASS * record_plane + record, mass, mask=is_query)
             scaled_mass = tl.sum(scaled.to(tl.float32), 0)
@@ -305,7 +308,7 @@ def attend_kernel(
             tl.store(records + _RECORD_TOP * record_plane + record, top, mask=is_query)
             tl.store(records + _RECORD_RADIUS * record_plane + record, radius, mask=is_query)
 
-    statistic = scratch * (CODE_SPLITS + 1) + split
+    statistic = scratch * (code_splits + 1) + split
     tl.store(statistics + statistic, maximum, mask=is_query)
     tl.store(statistics + _STATISTIC_SUM * statistic_plane + statistic, total, mask=is_query)
     where = statistic[None, :] * HEAD_DIM + channel[:, None]

@@ -59,14 +59,13 @@ def certified_attention_triton(
     statistics = torch.empty(STATISTICS, batch * kv_heads, rows, code_splits + 1, **scratch)
     accumulators = torch.empty(batch * kv_heads, rows, code_splits + 1, head_dim, **scratch)
     exact_norms = torch.empty(batch * kv_heads, rows, **scratch)
+    # Run-time numbers, so that a cache of another capacity needs no other build.
+    capacity = (pages_per_row, pages_per_split, code_splits)
     geometry = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "PAGE_SIZE": page_size,
-        "PAGES_PER_ROW": pages_per_row,
-        "PAGES_PER_SPLIT": pages_per_split,
-        "CODE_SPLITS": code_splits,
     }
     store = (k_codes, k_scale, k_zero, v_codes, v_scale, page_notes, k_tail, v_tail)
     to_dtype_relative, to_dtype_absolute = OUTPUT_ROUNDING[q.dtype]
@@ -105,6 +104,7 @@ def certified_attention_triton(
                     arithmetic.code_zero,
                     arithmetic.exact_dot,
                     arithmetic.score_steps,
+                    *capacity,
                     EXACT=exact,
                     ROWS=QUERY_ROWS,
                     OPERAND=CODE_OPERAND,
@@ -138,6 +138,7 @@ def certified_attention_triton(
                 arithmetic.normaliser,
                 to_dtype_relative,
                 to_dtype_absolute,
+                *capacity,
                 BLOCK=PAGE_BLOCK,
                 num_warps=4,
                 **geometry,

@@ -13,7 +13,7 @@ from .. import arithmetic as ar
 from ..certificate import Field
 from ..storage import POSITION_OVERFLOW, SOURCE_CODES, Note
 from .attend import MASS, RADIUS, REFERENCE, SCALED_MASS, SUM, TOP
-from .primitives import LN_2, NORM_ABSOLUTE, exponential_gap, exponential_minus_one, round_to_dtype
+from .primitives import LN_2, NORM_ABSOLUTE, exponential_gap, exponential_minus_one, is_finite, round_to_dtype
 
 #: Pages that a program sums at a time.
 PAGE_BLOCK = 128
@@ -66,6 +66,9 @@ def _smaller(a, b):
         "scratch_rows",
         "record_plane",
         "statistic_plane",
+        "pages_per_row",
+        "pages_per_split",
+        "code_splits",
     ],
     do_not_specialize_on_alignment=["positions", "lengths"],
 )
@@ -95,13 +98,13 @@ def merge_kernel(
     normaliser,
     to_dtype_relative,
     to_dtype_absolute,
+    pages_per_row,
+    pages_per_split,
+    code_splits,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    PAGES_PER_ROW: tl.constexpr,
-    PAGES_PER_SPLIT: tl.constexpr,
-    CODE_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -128,19 +131,19 @@ def merge_kernel(
     pages = length // PAGE_SIZE
     oldest = tl.where(window > 0, position - window, -1)
     first_page = tl.maximum(oldest + 1, 0) // PAGE_SIZE
-    first_split = first_page // PAGES_PER_SPLIT
-    end_split = tl.where(first_page < pages, tl.cdiv(pages, PAGES_PER_SPLIT), first_split)
+    first_split = first_page // pages_per_split
+    end_split = tl.where(first_page < pages, tl.cdiv(pages, pages_per_split), first_split)
     scratch = row_head * scratch_rows + query
-    statistic = statistics + scratch * (CODE_SPLITS + 1)
-    partial = accumulators + scratch * (CODE_SPLITS + 1) * HEAD_DIM
+    statistic = statistics + scratch * (code_splits + 1)
+    partial = accumulators + scratch * (code_splits + 1) * HEAD_DIM
 
-    exact_maximum = tl.load(statistic + CODE_SPLITS)
+    exact_maximum = tl.load(statistic + code_splits)
     maximum = exact_maximum
     for split in range(first_split, end_split):
         maximum = tl.maximum(maximum, tl.load(statistic + split))
     exact_share = tl.exp2(exact_maximum - maximum)
-    total = exact_share * tl.load(statistic + _STATISTIC_SUM * statistic_plane + CODE_SPLITS)
-    output = exact_share * tl.load(partial + CODE_SPLITS * HEAD_DIM + channel)
+    total = exact_share * tl.load(statistic + _STATISTIC_SUM * statistic_plane + code_splits)
+    output = exact_share * tl.load(partial + code_splits * HEAD_DIM + channel)
     for split in range(first_split, end_split):
         share = tl.exp2(tl.load(statistic + split) - maximum)
         total += share * tl.load(statistic + _STATISTIC_SUM * statistic_plane + split)
@@ -153,16 +156,16 @@ def merge_kernel(
     # The exact group starts every sum; lane 0 carries it.
     lane = tl.arange(0, BLOCK)
     is_first = lane == 0
-    record = records + scratch * (PAGES_PER_ROW + 1)
-    exact_mass = exact_share * tl.load(record + _RECORD_MASS * record_plane + PAGES_PER_ROW) / total
-    exact_radius = tl.load(record + _RECORD_RADIUS * record_plane + PAGES_PER_ROW)
+    record = records + scratch * (pages_per_row + 1)
+    exact_mass = exact_share * tl.load(record + _RECORD_MASS * record_plane + pages_per_row) / total
+    exact_radius = tl.load(record + _RECORD_RADIUS * record_plane + pages_per_row)
     exact_top = exact_share / total
     exact_norm = tl.load(exact_norms + scratch)
 
     heaviest_top = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(first_page // BLOCK * BLOCK, pages, BLOCK):
         page = start + lane
-        source = tl.load(source_map + row_head * PAGES_PER_ROW + page, mask=page < pages, other=0)
+        source = tl.load(source_map + row_head * pages_per_row + page, mask=page < pages, other=0)
         is_read = (page >= first_page) & (page < pages) & (source == _CODES)
         top = tl.load(record + _RECORD_TOP * record_plane + page, mask=is_read, other=float("-inf"))
         heaviest_top = tl.maximum(heaviest_top, top)
@@ -171,14 +174,14 @@ def merge_kernel(
     x_top = tl.exp2(tl.maximum(code_top, exact_maximum) - maximum) / total
 
     # The page that holds the heaviest token: the first one whose top is the largest.
-    heaviest_page = tl.full([BLOCK], PAGES_PER_ROW, tl.int32)
+    heaviest_page = tl.full([BLOCK], pages_per_row, tl.int32)
     for start in range(first_page // BLOCK * BLOCK, pages, BLOCK):
         page = start + lane
-        source = tl.load(source_map + row_head * PAGES_PER_ROW + page, mask=page < pages, other=0)
+        source = tl.load(source_map + row_head * pages_per_row + page, mask=page < pages, other=0)
         is_read = (page >= first_page) & (page < pages) & (source == _CODES)
         top = tl.load(record + _RECORD_TOP * record_plane + page, mask=is_read, other=float("-inf"))
         heaviest_page = tl.where(is_read & (top == code_top), tl.minimum(heaviest_page, page), heaviest_page)
-    heaviest = tl.where(exact_is_heaviest, PAGES_PER_ROW, tl.min(heaviest_page, 0))
+    heaviest = tl.where(exact_is_heaviest, pages_per_row, tl.min(heaviest_page, 0))
 
     lost = tl.where(exact_is_heaviest, _LOST * exact_mass, 0.0)
     apart = tl.where(exact_is_heaviest, exact_top, 0.0)
@@ -207,14 +210,14 @@ def merge_kernel(
     code_tokens = tl.zeros([BLOCK], tl.int32)
     for start in range(first_page // BLOCK * BLOCK, pages, BLOCK):
         page = start + lane
-        source = tl.load(source_map + row_head * PAGES_PER_ROW + page, mask=page < pages, other=0)
+        source = tl.load(source_map + row_head * pages_per_row + page, mask=page < pages, other=0)
         is_read = (page >= first_page) & (page < pages) & (source == _CODES)
         reference = tl.load(record + _RECORD_REFERENCE * record_plane + page, mask=is_read, other=float("-inf"))
         share = tl.exp2(reference - maximum) / total
         mass = share * tl.load(record + _RECORD_MASS * record_plane + page, mask=is_read, other=0.0)
         scaled_mass = share * tl.load(record + _RECORD_SCALED_MASS * record_plane + page, mask=is_read, other=0.0)
         radius = tl.load(record + _RECORD_RADIUS * record_plane + page, mask=is_read, other=0.0)
-        physical = tl.load(page_table + row * PAGES_PER_ROW + page, mask=is_read, other=0).to(tl.int64)
+        physical = tl.load(page_table + row * pages_per_row + page, mask=is_read, other=0).to(tl.int64)
         notes = page_notes + (physical * KV_HEADS + head) * _NOTES
         norm = tl.load(notes + _VALUE_NORM, mask=is_read, other=0.0)
         note = tl.load(notes + _VALUE_ERROR, mask=is_read, other=0.0)
@@ -276,7 +279,7 @@ def merge_kernel(
     tv = _smaller(tv, moved + rest_tv)
     mass_as_codes = tl.sum(code_mass, 0)
     tv = tv * (1.0 + 2.0**-20) + 2.0**-22 + mass_as_codes * _HALF_WEIGHT_ROUNDING
-    guaranteed = guaranteed & (tv == tv)
+    guaranteed = guaranteed & is_finite(tv)
     tv = tl.minimum(tv, 1.0)
 
     e_val = tl.sum(value_error, 0) * up
@@ -297,7 +300,7 @@ def merge_kernel(
 
     infinity = float("inf")
     tv = tl.where(guaranteed, tv, infinity)
-    bound = tl.where(guaranteed & (bound == bound), bound, infinity)
+    bound = tl.where(guaranteed & is_finite(bound), bound, infinity)
     codes_read = tl.sum(code_tokens, 0)
     exact_from = tl.maximum(pages * PAGE_SIZE, oldest + 1)
     tl.store(fields + _TV, tv)

@@ -52,6 +52,7 @@ def _load_token_rows(tail, fresh, is_old, is_new, slot, column, fresh_stride, ch
     do_not_specialize=[
         "new_tokens",
         "page_programs",
+        "pages_per_row",
         "k_stride_row",
         "k_stride_head",
         "k_stride_token",
@@ -78,6 +79,7 @@ def kv_write_kernel(
     v_tail,
     new_tokens,
     page_programs,
+    pages_per_row,
     k_stride_row,
     k_stride_head,
     k_stride_token,
@@ -87,7 +89,6 @@ def kv_write_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    PAGES_PER_ROW: tl.constexpr,
 ):
     """One program: (row, KV head, i) quantizes the i-th page that this write touches, if it fills.
 
@@ -115,9 +116,7 @@ def kv_write_kernel(
         is_new = position >= length
         slot = position % (2 * PAGE_SIZE)
         column = tl.load(columns + row * new_tokens + (position - length), mask=is_new, other=0).to(tl.int64)
-        keys = _load_token_rows(
-            k_tail + tail, k_fresh, is_old, is_new, slot, column, k_stride_token, channel, HEAD_DIM
-        )
+        keys = _load_token_rows(k_tail + tail, k_fresh, is_old, is_new, slot, column, k_stride_token, channel, HEAD_DIM)
         values = _load_token_rows(
             v_tail + tail, v_fresh, is_old, is_new, slot, column, v_stride_token, channel, HEAD_DIM
         )
@@ -127,7 +126,7 @@ def kv_write_kernel(
         keys = tl.where(keys_finite, keys, 0.0)
         values = tl.where(values_finite, values, 0.0)
 
-        physical = tl.load(page_table + row * PAGES_PER_ROW + page).to(tl.int64)
+        physical = tl.load(page_table + row * pages_per_row + page).to(tl.int64)
         block = physical * KV_HEADS + head
 
         high = tl.max(keys, 0)
@@ -147,9 +146,7 @@ def kv_write_kernel(
         tl.store(k_zero + block * HEAD_DIM + channel, zero)
 
         value_scale = _scale_of(tl.max(tl.abs(values), 1))
-        value_codes = round_to_integer(
-            tl.div_rn(values, tl.broadcast_to(value_scale[:, None], (PAGE_SIZE, HEAD_DIM)))
-        )
+        value_codes = round_to_integer(tl.div_rn(values, tl.broadcast_to(value_scale[:, None], (PAGE_SIZE, HEAD_DIM))))
         value_codes = tl.minimum(tl.maximum(value_codes, -_LEVELS), _LEVELS)
         value_error = (value_codes * value_scale[:, None] - values) / value_scale[:, None]
         tl.store(
@@ -230,11 +227,11 @@ def kv_write_triton(
             v_tail,
             new_tokens,
             page_programs,
+            page_table.shape[1],
             *k.stride()[:3],
             *v.stride()[:3],
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
             PAGE_SIZE=page_size,
-            PAGES_PER_ROW=page_table.shape[1],
             num_warps=8 if page_size * head_dim >= 8192 else 4,
         )
