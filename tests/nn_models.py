@@ -33,11 +33,15 @@ def tiny_model(
     seed: int = 0,
     **options,
 ) -> PreTrainedModel:
-    """A random model in eval mode. `window` is for Mistral (every layer) and Qwen2 (every second layer)."""
+    """A random model in eval mode. `window` is for Mistral (every layer) and Qwen2 (every second layer).
+
+    Attention adds to the residual stream about as much as the embeddings are, and its scores stay moderate, so that greedy
+    tokens depend on attention without hanging on its last digits.
+    """
     torch.manual_seed(seed)
     common = {
         "vocab_size": VOCABULARY,
-        "hidden_size": 64,
+        "hidden_size": 96,
         "intermediate_size": 64,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -58,6 +62,11 @@ def tiny_model(
         sliding = {"use_sliding_window": window is not None, "sliding_window": window}
         types = ["sliding_attention" if window and layer % 2 else "full_attention" for layer in range(layers)]
         model = Qwen2ForCausalLM(Qwen2Config(**common, **sliding, layer_types=types))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(0.3)
+            layer.self_attn.o_proj.weight.mul_(0.03)
+            layer.mlp.down_proj.weight.mul_(0.03)
     return model.eval().to(dtype)
 
 
@@ -92,6 +101,20 @@ def greedy(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **options
     """New tokens [B, new_tokens] of greedy generation."""
     out = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
     return out[:, ids.shape[1] :]
+
+
+def decisive_prompt(model: PreTrainedModel, tokens: int, new_tokens: int, batch: int, gap: float) -> torch.Tensor:
+    """Ids [batch, tokens] after which every greedy step of `model` leaves at least `gap` between its two best logits."""
+    rows = []
+    for seed in range(100):
+        ids = prompt(tokens, seed=seed)
+        sequence = torch.cat([ids, greedy(model, ids, new_tokens)], 1)
+        best = forward(model, sequence)[:, tokens - 1 : -1].topk(2, -1).values
+        if float((best[..., 0] - best[..., 1]).min()) > gap:
+            rows.append(ids)
+        if len(rows) == batch:
+            return torch.cat(rows)
+    raise AssertionError(f"no {batch} prompts with a gap of {gap}")
 
 
 def stored_codes(cache: torch_witcert.CertifiedCache, row: int) -> list[torch.Tensor]:
