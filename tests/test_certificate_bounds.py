@@ -18,6 +18,7 @@ from certificate_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_witcert.ops import arithmetic as ar
 from torch_witcert.ops import certificate as cert
 from torch_witcert.testing.corners import (
     corner_rounding,
@@ -209,6 +210,35 @@ def test_slack_of_the_arithmetic_is_small():
     plain = cert.total_variation_bounds(case.groups()).minimum()
     rounded = cert.total_variation_bounds(case.groups(torch.float32), ARITHMETIC).minimum()
     assert (rounded - plain).max() < 2e-3
+
+
+#: Every float32 in [1, 2).
+ALL_MANTISSAS = torch.arange(2**23, dtype=torch.int32).add_(0x3F800000).view(torch.float32)
+
+
+def test_two_bfloat16_limbs_leave_less_than_the_limb_error():
+    high = ALL_MANTISSAS.bfloat16().float()
+    low = (ALL_MANTISSAS - high).bfloat16().float()
+    left = (ALL_MANTISSAS.double() - high.double() - low.double()).abs()
+    assert (left <= ar.LIMB_ERROR * ALL_MANTISSAS.double()).all()
+
+
+@pytest.mark.xfail(
+    strict=True, reason="WEIGHT_ROUNDING is 2^-9 (1 + 2^-6); bf16 has 8 significant bits and rounds by 2^-8"
+)
+def test_rounding_to_bfloat16_is_at_most_the_weight_rounding():
+    rounding = (ALL_MANTISSAS.double() - ALL_MANTISSAS.bfloat16().double()).abs()
+    assert (rounding <= ar.WEIGHT_ROUNDING * ALL_MANTISSAS.double()).all()
+
+
+@pytest.mark.parametrize("dtype", ar.OUTPUT_ROUNDING)
+def test_rounding_of_the_output_is_covered(dtype):
+    relative, absolute = ar.OUTPUT_ROUNDING[dtype]
+    generator = torch.Generator().manual_seed(0)
+    for exponent in (-12, -6, 0, 3):
+        x = torch.randn(4096, 128, generator=generator) * 10.0**exponent
+        moved = (x.double() - x.to(dtype).double()).norm(dim=-1)
+        assert (moved <= relative * x.double().norm(dim=-1) + absolute).all()
 
 
 @pytest.mark.parametrize("radius", [40.1, float("inf"), float("nan")])

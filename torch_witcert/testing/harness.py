@@ -6,6 +6,7 @@ operators. It holds the order of DESIGN section 4: a forward reads first and wri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -343,3 +344,26 @@ def run(
         harness.write(k, v, valid)
         total += harness.check(read, one_hot)
     return total
+
+
+def run_rounding_ties(operators: Operators | None = None, device: torch.device | str = "cpu") -> Soundness:
+    """One read whose radii are nearly 0 and whose weights lie just below a bf16 tie, so that rounding them is all that is wrong.
+
+    Most weights are 0.5 (1 + 2^-8) less a little and lose 2^-8 of their size, all in the same direction, where a kernel
+    rounds weights to bf16 for its second matrix product. Keys are constant in a page: they have no error.
+    """
+    page_size, dim, pages = 16, 64, 16
+    shape = StoreShape(1, pages, 1, page_size, dim, torch.float32)
+    harness = CacheHarness(shape, sm_scale=1.0, operators=operators, device=device)
+
+    def tokens(count: int, key: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        k, v = (torch.zeros(1, 1, count, dim, device=device) for _ in range(2))
+        k[..., 0], v[..., 0] = key, HOT
+        return k, v, torch.ones(1, count, dtype=torch.bool, device=device)
+
+    harness.write(*tokens(page_size, 0.0))
+    harness.write(*tokens((pages - 2) * page_size, 1.0))
+    q = torch.zeros(1, 1, 1, dim, device=device)
+    q[..., 0] = math.log(0.5 * (1 + 2.0**-8 - 2.0**-16))
+    # The fresh token is far below the others, so that code pages hold all of the mass.
+    return harness.check(harness.forward(q, *tokens(1, 50.0)), one_hot=True)
