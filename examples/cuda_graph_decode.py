@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 import torch_witcert
+from torch_witcert.evaluation.forward import next_logits
 from torch_witcert.evaluation.output import quiet_libraries
 from torch_witcert.evaluation.prompts import add_model_arguments, load_with_prompt
-from torch_witcert.nn.compatibility import CACHE_ARGUMENT
 
 LICENSE = Path(__file__).resolve().parent.parent / "LICENSE"
 #: Real decode steps that run before the capture, so that every kernel is compiled and loaded.
@@ -36,16 +36,12 @@ class DecodeStep:
 
     def __init__(self, model, cache, ids: torch.Tensor) -> None:
         self.model, self.cache = model, cache
-        logits = self._logits(ids, torch.arange(ids.shape[1], device=ids.device)[None])
-        self.token = logits.argmax(-1, keepdim=True)
+        self.token = next_logits(model, ids, cache).argmax(-1, keepdim=True)
         self.position = torch.full_like(self.token, ids.shape[1])
 
-    def _logits(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        options = {CACHE_ARGUMENT: self.cache, "use_cache": True, "logits_to_keep": 1}
-        return self.model(ids, position_ids=positions, **options).logits[:, -1]
-
     def __call__(self) -> None:
-        self.token.copy_(self._logits(self.token, self.position).argmax(-1, keepdim=True))
+        logits = next_logits(self.model, self.token, self.cache, self.position)
+        self.token.copy_(logits.argmax(-1, keepdim=True))
         self.position += 1
 
 

@@ -21,7 +21,7 @@ from torch_witcert.evaluation.audit import Audit
 from torch_witcert.evaluation.heatmap import write_heat_map
 from torch_witcert.evaluation.memory import allocated_bytes, dense_cache
 from torch_witcert.evaluation.output import prefill_progress, print_table, quiet_libraries
-from torch_witcert.evaluation.prompts import Prompted, add_model_arguments, load_with_prompt
+from torch_witcert.evaluation.prompts import add_model_arguments, load_with_prompt
 
 LICENSE = Path(__file__).resolve().parent.parent / "LICENSE"
 #: Context at which the memory is measured besides that of the run.
@@ -31,9 +31,9 @@ LONG_CONTEXT = 8192
 class CertificateStreamer(TextStreamer):
     """Streams the text and keeps the bounds of every one-token forward, [layers, H] each."""
 
-    def __init__(self, tokenizer, cache) -> None:
+    def __init__(self, model, tokenizer) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.cache = cache
+        self.model = model
         self.bounds: list[torch.Tensor] = []
         self.calls = 0
 
@@ -41,15 +41,14 @@ class CertificateStreamer(TextStreamer):
         super().put(value)
         # The first call brings the prompt, the second the token that the prefill chose: its attention was exact.
         if self.calls >= 2:
-            self.bounds.append(torch_witcert.certificates(self.cache).tv[:, 0].clone())
+            certificates = torch_witcert.certificates(torch_witcert.last_cache(self.model))
+            self.bounds.append(certificates.tv[:, 0].clone())
         self.calls += 1
 
 
-def print_memory(prompted: Prompted, config, capacity: int) -> None:
+def print_memory(model, config, capacity: int) -> None:
     """Allocate both caches, certified and bf16, at two sizes and print what they take."""
-    model = prompted.model
-    device = model.device
-    rows = []
+    device, rows = model.device, []
     for tokens in (capacity, LONG_CONTEXT):
         ours = allocated_bytes(partial(torch_witcert.CertifiedCache, model, tokens, 1), device)
         dense = allocated_bytes(partial(dense_cache, model, tokens), device)
@@ -92,19 +91,16 @@ def main(arguments: list[str] | None = None) -> None:
     print("Loading the model ...", flush=True)
     prompted = load_with_prompt(options, LICENSE, options.toy)
     length = prompted.input_ids.shape[1]
-    capacity = length + options.new_tokens
 
     config = torch_witcert.CertifiedInt8Config(page_size=options.page_size, tau=options.tau)
     model = torch_witcert.convert(prompted.model, config)
-    cache = torch_witcert.CertifiedCache(model, capacity, 1)
     print(f"{prompted.name}, {model.dtype} on {model.device}: prompt of {length} tokens", flush=True)
 
-    streamer = CertificateStreamer(prompted.tokenizer, cache)
+    streamer = CertificateStreamer(model, prompted.tokenizer)
     with Audit() as audit, prefill_progress(model):
         model.generate(
             prompted.input_ids,
             attention_mask=torch.ones_like(prompted.input_ids),
-            past_key_values=cache,
             max_new_tokens=options.new_tokens,
             do_sample=False,
             streamer=streamer,
@@ -113,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     bounds = torch.stack(streamer.bounds).cpu()
     counted = torch_witcert.telemetry(model)
-    print_memory(prompted, config, capacity)
+    print_memory(model, config, torch_witcert.last_cache(model).capacity_per_row)
     print_bounds(bounds)
     print(f"\nTokens read as codes: {counted.code_share:.1%}. Coverage at tau {options.tau}: {counted.coverage:.4f}")
     print_audit(audit)

