@@ -1,4 +1,4 @@
-"""Shared settings of the tests: the deterministic hypothesis profile and the marker `gpu`."""
+"""Shared settings of the tests: the deterministic hypothesis profile, and what the marker `gpu` does."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ settings.register_profile(
     "ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("ci")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

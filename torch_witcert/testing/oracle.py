@@ -62,16 +62,17 @@ def exact_attention(
     finite = (k.isfinite() & v.isfinite()).all(-1)[:, :, None, None]
     keys = k.double().nan_to_num(0.0, 0.0, 0.0)
     values = v.double().nan_to_num(0.0, 0.0, 0.0)
-    queries = q.double().unflatten(1, (kv_heads, group))
-    scores = (queries @ keys[:, :, None].mT * sm_scale).masked_fill(~seen, float("-inf"))
+    # The query heads of a KV head are rows of one product: broadcasting would copy K and V for each of them.
+    queries = q.double().unflatten(1, (kv_heads, group)).flatten(2, 3)
+    scores = (queries @ keys.mT * sm_scale).unflatten(2, (group, -1)).masked_fill(~seen, float("-inf"))
     lse = scores.logsumexp(-1)
     probabilities = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse)[..., None])
-    output = probabilities @ values[:, :, None]
+    output = (probabilities.flatten(2, 3) @ values).unflatten(2, (group, -1))
     poisoned = (seen & ~finite).any(-1)
-    output = output.masked_fill(poisoned[..., None], float("nan"))
-    probabilities = probabilities.masked_fill(poisoned[..., None], float("nan"))
     return Attention(
-        output.flatten(1, 2), probabilities.flatten(1, 2), lse.masked_fill(poisoned, float("nan")).flatten(1, 2)
+        output.masked_fill(poisoned[..., None], float("nan")).flatten(1, 2),
+        probabilities.masked_fill(poisoned[..., None], float("nan")).flatten(1, 2),
+        lse.masked_fill(poisoned, float("nan")).flatten(1, 2),
     )
 
 

@@ -55,8 +55,8 @@ def arithmetic_limit(
         return join(torch.where(seen, norm, 0.0), "amax")
 
     queries = q.double()
-    parts = (by_page(part) for part in (store.k_scale, store.k_zero, store.page_notes))
-    code = cert.code_radius(queries.unflatten(1, (kv_heads, group)), *parts, sm_scale)
+    scale, zero, notes = (by_page(part) for part in (store.k_scale, store.k_zero, store.page_notes))
+    code = cert.code_radius(queries.unflatten(1, (kv_heads, group)), scale, zero, notes, sm_scale)
     code_c = (code.total(arithmetic) - code.total()).flatten(1, 2)
     exact_c = cert.exact_radius(queries, largest_norm(tokens.k)[..., -1], sm_scale, arithmetic)
     mass = join(exact.probabilities, "sum")
