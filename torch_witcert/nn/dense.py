@@ -21,10 +21,9 @@ class DenseLayer(RaggedLayer):
         size = (shape.batch_size, shape.num_kv_heads, state.capacity + 1, shape.head_dim)
         self.dense_keys = torch.zeros(size, dtype=shape.dtype, device=device)
         self.dense_values = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.slots = torch.arange(state.capacity, dtype=torch.int32, device=device)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.dense_keys, self.dense_values, self.slots
+        return self.dense_keys, self.dense_values
 
     def reset(self) -> None:
         """Clear the tokens: a masked slot that still held a NaN would spoil the sum of values."""
@@ -50,7 +49,7 @@ class DenseLayer(RaggedLayer):
             out, _ = prefill_attention(q, k, v, plan.positions, plan.ragged, window, scale)
         else:
             keys, values = self.dense_keys[:, :, : state.capacity], self.dense_values[:, :, : state.capacity]
-            slots = self.slots.expand(state.batch_size, -1)
+            slots = torch.arange(state.capacity, dtype=torch.int32, device=q.device).expand(state.batch_size, -1)
             parts = [
                 masked_attention(q[:, :, rows], keys, values, plan.positions[:, rows], slots, window, scale)
                 for rows in query_blocks(q.shape[2], q.shape[1] // k.shape[1])
