@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from types import SimpleNamespace
@@ -9,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import torch_witcert
 from torch_witcert import ops
-from torch_witcert.evaluation import coverage, smollm2, text, toy
+from torch_witcert.evaluation import coverage, fidelity, smollm2, text, toy
 from torch_witcert.evaluation.__main__ import build_parser, main
 from torch_witcert.evaluation.audit import Audit
 from torch_witcert.evaluation.capture import captured_attention
@@ -204,6 +206,39 @@ def test_coverage_counts_every_read_and_refuses_broken_pages():
         coverage.certify_pages(layers[0], 96)
 
 
+def test_fidelity_of_the_toy_model():
+    model, tokenizer = toy.load()
+    ids = torch.tensor([tokenizer.encode("teacher forced, one token at a time. " * 8)[:200]])
+    config = torch_witcert.CertifiedInt8Config(page_size=16)
+    result = fidelity.measure_fidelity(model, ids, prefill=160, config=config, check_every=10)
+    assert result.steps == 40 and result.top1_agreement > 0.9
+    assert 0 < result.mean_kl <= result.max_kl < 1e-2
+    assert 0.8 < result.code_share < 1 and result.coverage == 1.0
+    for figures in (result.total_variation, result.output):
+        assert figures.reads == 4 * 2 * HEADS and figures.violations == 0
+    assert len(result.median_bound) == len(result.max_bound) == 2
+    assert all(0 < median <= largest < 1 for median, largest in zip(result.median_bound, result.max_bound, strict=True))
+    with pytest.raises(ValueError, match="not converted"):
+        torch_witcert.report(model)  # the copy was converted, the model itself was not
+
+
+def test_fidelity_without_checks_and_with_wrong_sizes():
+    model, tokenizer = toy.load()
+    ids = torch.tensor([tokenizer.encode("teacher forced " * 4)])
+    result = fidelity.measure_fidelity(model, ids, prefill=ids.shape[1] - 3, check_every=0)
+    assert result.steps == 3 and result.total_variation is None and result.output is None
+    with pytest.raises(ValueError, match=r"prefill must be in \[1, 60\).*got 60"):
+        fidelity.measure_fidelity(model, ids, prefill=60)
+    with pytest.raises(ValueError, match="check_every.*got -1"):
+        fidelity.measure_fidelity(model, ids, prefill=10, check_every=-1)
+
+
+def test_certified_cache_takes_what_it_says():
+    model = torch_witcert.convert(toy.load()[0])
+    expected = torch_witcert.CertifiedCache(model, 500, 2).nbytes()
+    assert allocated_bytes(lambda: torch_witcert.CertifiedCache(model, 500, 2), "cpu") == expected
+
+
 def has_weights() -> bool:
     try:
         smollm2.find_gguf()
@@ -218,15 +253,19 @@ needs_weights = pytest.mark.skipif(
 )
 
 
+def parsed(command: str) -> argparse.Namespace:
+    """Default options of a command, on the CPU."""
+    options = build_parser().parse_args([command, "--device", "cpu"])
+    options.dtype = torch.float32
+    return options
+
+
 @needs_weights
 def test_smollm2_reproduces_the_published_coverage(capsys):
     """Largest min(T0, Th) over 8,640 reads for pages of 16, 64 and 128 tokens, and full coverage (README, DESIGN)."""
     if not all(licence.is_file() for licence in text.COMMON_LICENCES):
         pytest.skip("the figures were measured on Debian's GPL-3 and Apache-2.0")
-    options = build_parser().parse_args(["coverage", "--device", "cpu"])
-    options.dtype = torch.float32
-    with torch.no_grad():
-        result = coverage.run(options)
+    result = coverage.run(parsed("coverage"))
     rows = {(row["page_size"], row["bounds"]): row for row in result["rows"]}
     for page_size, largest in ((16, 0.142), (64, 0.186), (128, 0.208)):
         paper, ours = rows[page_size, "T0, Th"], rows[page_size, "all four"]
@@ -237,3 +276,17 @@ def test_smollm2_reproduces_the_published_coverage(capsys):
         assert ours["max_bound"] <= paper["max_bound"]
         assert ours["spearman"] > paper["spearman"] + 0.1
     assert "8640" in capsys.readouterr().out
+
+
+@needs_weights
+def test_smollm2_is_faithful_token_by_token(capsys):
+    """The acceptance figures of the default recipe, at CI's size; README has those of 2,048 steps."""
+    result = fidelity.run(parsed("fidelity"))
+    assert result["steps"] == 256
+    assert result["code_share"] >= 0.9
+    assert result["top1_agreement"] >= 0.97
+    assert result["mean_kl"] <= 5e-3
+    assert result["coverage"] >= 0.99
+    for bounded in ("total_variation", "output"):
+        assert result[bounded]["reads"] == 16 * 30 * 9 and result[bounded]["violations"] == 0
+    assert "tokens read as codes" in capsys.readouterr().out

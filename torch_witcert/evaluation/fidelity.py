@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
@@ -62,23 +63,26 @@ def measure_fidelity(
         check_every: check the bounds of every read at each such step; 0 never.
 
     Raises:
-        ValueError: prefill is not in [1, S).
+        ValueError: prefill is not in [1, S), or check_every is negative.
     """
     from transformers import DynamicCache
 
     steps = ids.shape[1] - prefill
     if not 1 <= prefill < ids.shape[1]:
         raise ValueError(f"prefill must be in [1, {ids.shape[1]}), the number of tokens, got {prefill}")
+    if check_every < 0:
+        raise ValueError(f"check_every must be 0 (never) or a positive int, got {check_every}")
     certified = torch_witcert.convert(copy.deepcopy(model), config)
     dense_cache = DynamicCache()
     cache = torch_witcert.CertifiedCache(certified, max_length=ids.shape[1], batch_size=1)
 
     divergences, agreements, bounds = [], [], []
-    with Audit(enabled=False) as audit:
+    audit = Audit(enabled=False)
+    with audit if check_every else nullcontext():
         for each, its_cache in ((model, dense_cache), (certified, cache)):
             next_logits(each, ids[:, :prefill], its_cache)
         for step in progress(range(steps), "one-token forwards"):
-            audit.enabled = check_every > 0 and step % check_every == 0
+            audit.enabled = bool(check_every) and step % check_every == 0
             token = ids[:, prefill + step, None]
             reference = next_logits(model, token, dense_cache)[0].float().log_softmax(-1)
             logits = next_logits(certified, token, cache)[0].float().log_softmax(-1)
