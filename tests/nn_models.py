@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from transformers import (
     LlamaConfig,
@@ -15,6 +18,7 @@ from transformers import (
 
 import torch_witcert
 from torch_witcert.nn.compatibility import CACHE_ARGUMENT
+from torch_witcert.ops.quantize import dequantize_keys
 
 VOCABULARY = 97
 #: Small pages: a hundred tokens fill several.
@@ -122,3 +126,51 @@ def stored_codes(cache: torch_witcert.CertifiedCache, row: int) -> list[torch.Te
     complete = int(cache.lengths[row]) // cache.config.page_size
     pages = cache.state.page_table[row, :complete].long()
     return [part[pages] for layer in cache.layers for part in layer.store[:6]]
+
+
+@dataclass
+class AttentionCall:
+    """What a layer of a cache was given, and what it gave."""
+
+    layer: int
+    q: torch.Tensor  # [B, H, T, D]
+    k: torch.Tensor  # [B, Hkv, T, D]
+    v: torch.Tensor
+    valid: torch.Tensor | None  # bool [B, T]
+    scale: float
+    window: int
+    lengths: torch.Tensor  # [B], before the forward
+    stored_keys: list[torch.Tensor]  # of each row: float64 [Hkv, S, D] as dequantized from its complete pages
+    out: torch.Tensor  # [B, H, T, D]
+
+
+def recorded_attention(cache: torch_witcert.CertifiedCache, run: Callable[[], object]) -> list[AttentionCall]:
+    """Every call of a layer's `attend` while `run` goes through the cache, in order."""
+    calls = []
+
+    def recording(layer):
+        def attend(q, k, v, valid, scale, window):
+            keys = [dequantized_keys(cache, layer, row) for row in range(q.shape[0])]
+            lengths = cache.lengths.clone()
+            out = type(layer).attend(layer, q, k, v, valid, scale, window)
+            calls.append(AttentionCall(layer.index, q, k, v, valid, scale, window, lengths, keys, out))
+            return out
+
+        return attend
+
+    for layer in cache.layers:
+        layer.attend = recording(layer)
+    try:
+        run()
+    finally:
+        for layer in cache.layers:
+            del layer.attend
+    return calls
+
+
+def dequantized_keys(cache: torch_witcert.CertifiedCache, layer, row: int) -> torch.Tensor:
+    """float64 [Hkv, S, D]: what the complete pages of a row say the keys are."""
+    complete = int(cache.lengths[row]) // cache.config.page_size
+    pages = cache.state.page_table[row, :complete].long()
+    keys = dequantize_keys(*(part[pages] for part in layer.store[:3]))
+    return keys.transpose(0, 1).flatten(1, 2)

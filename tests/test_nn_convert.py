@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import torch_witcert
 from torch_witcert.nn import compatibility
 from torch_witcert.nn.attention import CertifiedAttention
+from torch_witcert.nn.compatibility import CACHE_ARGUMENT
 from torch_witcert.nn.families import CERTIFIED_CLASSES
 
 FAMILIES = ["llama", "qwen2", "mistral"]
@@ -277,8 +278,8 @@ def test_untested_versions_warn_once(monkeypatch, recwarn):
     assert not recwarn.list
     for _ in range(2):
         compatibility.check_versions("2.12.0", "5.20.0")
-    assert [str(w.message) for w in recwarn.list][0].startswith("torch_witcert was not tested with torch 2.12.0")
-    assert len(recwarn.list) == 1
+    (warning,) = recwarn.list
+    assert str(warning.message).startswith("torch_witcert was not tested with torch 2.12.0")
 
 
 def test_registration_adds_one_name_and_changes_no_other():
@@ -345,7 +346,7 @@ def test_quantize_():
         greedy(model, ids, 4)
     cache = torch_witcert.CertifiedCache(model, 128)
     reference = converted()
-    tokens = greedy(model, ids, 16, past_key_values=cache)
+    tokens = greedy(model, ids, 16, **{CACHE_ARGUMENT: cache})
     assert torch.equal(tokens, greedy(reference, ids, 16))
     assert torch_witcert.telemetry(cache).code_share > 0.7
     with pytest.raises(ValueError, match="already converted"):

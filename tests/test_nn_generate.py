@@ -6,7 +6,18 @@ from functools import partial
 
 import pytest
 import torch
-from nn_models import RECIPE, converted, decisive_prompt, forward, greedy, left_padded, prompt, stored_codes, tiny_model
+from nn_models import (
+    RECIPE,
+    converted,
+    decisive_prompt,
+    forward,
+    greedy,
+    left_padded,
+    prompt,
+    recorded_attention,
+    stored_codes,
+    tiny_model,
+)
 from transformers import CompileConfig, DynamicCache
 
 import torch_witcert
@@ -86,41 +97,21 @@ def test_padding_changes_no_bit():
         keep = case.bool()
         cache = torch_witcert.CertifiedCache(model, 128, 2)
         longer = torch.nn.functional.pad(case, (0, 1), value=1)
-        fresh = record_layer_inputs(cache, partial(forward, model, ids, cache, attention_mask=case))
-        fresh += record_layer_inputs(cache, partial(forward, model, prompt(1, 2), cache, attention_mask=longer))
+        fresh = recorded_attention(cache, partial(forward, model, ids, cache, attention_mask=case))
+        fresh += recorded_attention(cache, partial(forward, model, prompt(1, 2), cache, attention_mask=longer))
         bounds = [tensor.clone() for tensor in torch_witcert.certificates(cache)]
         for row in range(2):
             alone = torch_witcert.CertifiedCache(model, 128, 1)
-            for index, (layer, q, k, v, out) in enumerate(fresh):
+            for index, call in enumerate(fresh):
                 columns = keep[row] if index < 2 else torch.ones(1, dtype=torch.bool)
-                q, k, v, out = (x[row : row + 1][:, :, columns] for x in (q, k, v, out))
-                lone = alone.layers[layer].attend(q, k, v, None, 64**-0.5, 0)
+                q, k, v, out = (x[row : row + 1][:, :, columns] for x in (call.q, call.k, call.v, call.out))
+                lone = alone.layers[call.layer].attend(q, k, v, None, call.scale, 0)
                 if index >= 2:
                     assert torch.equal(lone, out)
             for part, lone in zip(stored_codes(cache, row), stored_codes(alone, 0), strict=True):
                 assert torch.equal(part, lone)
             for of_batch, lone in zip(bounds, torch_witcert.certificates(alone), strict=True):
                 assert torch.equal(of_batch[:, row], lone[:, 0])
-
-
-def record_layer_inputs(cache, run):
-    """(layer, q, k, v, out) of every layer while `run` goes through the cache."""
-    records = []
-
-    def recording(layer, attend):
-        def wrapped(q, k, v, valid, scale, window):
-            out = attend(q, k, v, valid, scale, window)
-            records.append((layer.index, q, k, v, out))
-            return out
-
-        return wrapped
-
-    for layer in cache.layers:
-        layer.attend = recording(layer, type(layer).attend.__get__(layer))
-    run()
-    for layer in cache.layers:
-        del layer.attend
-    return records
 
 
 @pytest.mark.parametrize("padded", [False, True])
