@@ -102,17 +102,6 @@ def violations(bound: torch.Tensor, truth: torch.Tensor, tokens: int, absolute: 
     return int((truth > bound.double() * (1 + rounding) + absolute).sum())
 
 
-def split_cancellation(case: Case) -> torch.Tensor:
-    """What the split form may lose [B] in real arithmetic run in float64, where the heaviest token shares its group.
-
-    It takes the rest of that group as mass - top, known to 2^-53 only, and weighs it by less than e^(2c).
-    """
-    heaviest = case.weights.argmax(-1)
-    shared = case.group.bincount(minlength=case.count)[case.group][heaviest] > 1
-    radius = case.radius.gather(1, heaviest[:, None])[:, 0]
-    return torch.where(shared, 2.0**-52 * torch.exp(2 * radius), 0.0)
-
-
 def worst(case: Case) -> torch.Tensor:
     """The worst corner; a total variation is at most 1, whatever rounding says."""
     return worst_total_variation(case.weights, case.radius).clamp_max(1)

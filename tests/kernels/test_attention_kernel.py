@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import Case, make_case
 from hypothesis import given, settings
+from kernel_cases import Case, make_case
 
 from torch_witcert.ops.certificate import Field
 from torch_witcert.ops.reference import certified_attention_reference

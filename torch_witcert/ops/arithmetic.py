@@ -14,7 +14,7 @@ import torch
 EXACT_TILE = 64
 #: A radius above this is no guarantee: e^c would drown every mass.
 RADIUS_LIMIT = 40.0
-#: Two bf16 limbs of q * scale leave |q s - hi - lo| <= 2^-18 |q s|.
+#: Two bf16 limbs of q * scale leave |q s - hi - lo| <= 2^-17 |q s|: half a unit in the last place of a residual below 2^-8.
 LIMB_ERROR = 2.0**-17
 #: Error of a bf16 matrix instruction over 16 products, per instruction, relative to the sum of magnitudes (measured: 2^-22.15).
 MMA_STEP_ERROR = 2.0**-20
@@ -30,8 +30,8 @@ NORM_ABSOLUTE = 2.0**-55
 NOTE_RELATIVE = 2.0**-14
 #: |fl(x - zero) - (x - zero)| <= 2^-24 * 127.1 * scale.
 RESIDUAL_ROUNDING = 2.0**-17
-#: Weights times value scale are rounded to bf16 before the second matrix product.
-WEIGHT_ROUNDING = 2.0**-9 * (1 + 2.0**-6)
+#: Weights times value scale are rounded to bf16 (8 significant bits) before the second matrix product.
+WEIGHT_ROUNDING = 2.0**-8 * (1 + 2.0**-6)
 #: Floor of a scale: a constant channel would give 0 / 0.
 SCALE_FLOOR = 2.0**-100
 #: Mass that a flushed weight, a lost subtraction or a rounded exponential may hide in a sum of weights.
@@ -114,6 +114,11 @@ class Arithmetic:
     def sum_relative(self) -> float:
         """Relative error of a sum of page masses against the weights that made the output."""
         return 2.0**-12 + 2.0**-20 * (4 + 2 * self.rescalings + self.num_splits)
+
+    @property
+    def lost_mass(self) -> float:
+        """Relative error of a group's mass less its heaviest token, which is subtracted from the rounded sum."""
+        return 2.0**-16 + self.exact_tiles * 2.0**-22
 
     @property
     def code_values(self) -> float:

@@ -70,9 +70,12 @@ def total_variation_bounds(groups: Groups, arithmetic: Arithmetic | None = None)
         Tensors [...], each in [0, 1] or +inf where a radius is above the limit or not finite.
     """
     mass, radius, top = groups
-    relative, absolute, gap, lost = (
-        (arithmetic.sum_relative, ar.SUM_ABSOLUTE, ar.GAP_ABSOLUTE, 2.0**-16) if arithmetic else (0.0,) * 4
-    )
+    relative = absolute = gap = 0.0
+    # Masses are rounded sums: less their heaviest token they are off by an ulp or more, whatever made them.
+    lost = 8 * torch.finfo(mass.dtype).eps
+    if arithmetic is not None:
+        relative, absolute, gap = arithmetic.sum_relative, ar.SUM_ABSOLUTE, ar.GAP_ABSOLUTE
+        lost = arithmetic.lost_mass
 
     def above(total: torch.Tensor) -> torch.Tensor:
         return total.sum(-1) * (1 + relative) + gap
@@ -234,7 +237,7 @@ def certify(read: Read, arithmetic: Arithmetic) -> torch.Tensor:
     groups, relative = read.groups, arithmetic.sum_relative
     code_mass = groups.mass[..., :-1].sum(-1)
     tv = total_variation_bounds(groups, arithmetic).minimum() * (1 + 2.0**-20) + 2.0**-22
-    tv = torch.where(tv.isinf(), tv, (tv + code_mass * (ar.WEIGHT_ROUNDING / 2)).clamp_max(1))
+    rounded_tv = torch.where(tv.isinf(), tv, (tv + code_mass * (ar.WEIGHT_ROUNDING / 2)).clamp_max(1))
 
     e_val = (read.scaled_mass * read.value_error_note).sum(-1) * (1 + relative)
     norms = groups.mass * read.value_norm
@@ -249,7 +252,17 @@ def certify(read: Read, arithmetic: Arithmetic) -> torch.Tensor:
     o1, o2, o3 = output_bounds(groups, tv, read.value_norm, read.output_norm, e_val + rounding, arithmetic)
     to_dtype, absolute = ar.OUTPUT_ROUNDING[arithmetic.dtype]
     output = torch.minimum(o1, torch.minimum(o2, o3)) * (1 + 2.0**-20) + to_dtype * read.output_norm + absolute
-    output = output.where(tv <= 1, float("inf"))
+    representable = read.output_norm < torch.finfo(arithmetic.dtype).max
+    output = output.where(tv.isfinite() & representable, float("inf"))
     radius = groups.radius.amax(-1)
-    fields = [tv, output, (output - e_val).clamp_min(0), e_val, radius, code_mass, read.code_tokens, read.tokens]
+    fields = [
+        rounded_tv,
+        output,
+        (output - e_val).clamp_min(0),
+        e_val,
+        radius,
+        code_mass,
+        read.code_tokens,
+        read.tokens,
+    ]
     return torch.stack([field.to(torch.float32) for field in torch.broadcast_tensors(*fields)], -1)

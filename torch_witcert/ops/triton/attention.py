@@ -138,6 +138,8 @@ def certified_attention_triton(
                 arithmetic.normaliser,
                 to_dtype_relative,
                 to_dtype_absolute,
+                torch.finfo(q.dtype).max,
+                arithmetic.lost_mass,
                 *capacity,
                 BLOCK=PAGE_BLOCK,
                 num_warps=4,

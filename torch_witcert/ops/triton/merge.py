@@ -42,7 +42,6 @@ _RADIUS_LIMIT = tl.constexpr(ar.RADIUS_LIMIT)
 _ABSOLUTE = tl.constexpr(ar.SUM_ABSOLUTE)
 _GAP = tl.constexpr(ar.GAP_ABSOLUTE)
 _HALF_WEIGHT_ROUNDING = tl.constexpr(ar.WEIGHT_ROUNDING / 2)
-_LOST = tl.constexpr(2.0**-16)
 
 
 @triton.jit
@@ -98,6 +97,8 @@ def merge_kernel(
     normaliser,
     to_dtype_relative,
     to_dtype_absolute,
+    to_dtype_largest,
+    lost_mass,
     pages_per_row,
     pages_per_split,
     code_splits,
@@ -183,7 +184,7 @@ def merge_kernel(
         heaviest_page = tl.where(is_read & (top == code_top), tl.minimum(heaviest_page, page), heaviest_page)
     heaviest = tl.where(exact_is_heaviest, pages_per_row, tl.min(heaviest_page, 0))
 
-    lost = tl.where(exact_is_heaviest, _LOST * exact_mass, 0.0)
+    lost = tl.where(exact_is_heaviest, lost_mass * exact_mass, 0.0)
     apart = tl.where(exact_is_heaviest, exact_top, 0.0)
     exact_rest_high = tl.maximum(exact_mass - apart, 0.0) + lost
     exact_rest_low = tl.maximum(exact_mass - apart - lost, 0.0)
@@ -223,7 +224,7 @@ def merge_kernel(
         note = tl.load(notes + _VALUE_ERROR, mask=is_read, other=0.0)
 
         is_heaviest = page == heaviest
-        lost_here = tl.where(is_heaviest, _LOST * mass, 0.0)
+        lost_here = tl.where(is_heaviest, lost_mass * mass, 0.0)
         apart_here = tl.where(is_heaviest, x_top, 0.0)
         rest_high = tl.maximum(mass - apart_here, 0.0) + lost_here
         rest_low = tl.maximum(mass - apart_here - lost_here, 0.0)
@@ -278,9 +279,9 @@ def merge_kernel(
     rest_tv = _smaller(rest_tv, tl.sqrt(y * (tl.sum(rest_pinsker, 0) * up + _GAP) * 0.5))
     tv = _smaller(tv, moved + rest_tv)
     mass_as_codes = tl.sum(code_mass, 0)
-    tv = tv * (1.0 + 2.0**-20) + 2.0**-22 + mass_as_codes * _HALF_WEIGHT_ROUNDING
+    tv = tv * (1.0 + 2.0**-20) + 2.0**-22
     guaranteed = guaranteed & is_finite(tv)
-    tv = tl.minimum(tv, 1.0)
+    rounded_tv = tl.minimum(tv + mass_as_codes * _HALF_WEIGHT_ROUNDING, 1.0)
 
     e_val = tl.sum(value_error, 0) * up
     rounding = code_values * (tl.sum(code_norm, 0) * up + e_val)
@@ -299,11 +300,11 @@ def merge_kernel(
     bound = bound * (1.0 + 2.0**-20) + to_dtype_relative * output_norm + to_dtype_absolute
 
     infinity = float("inf")
-    tv = tl.where(guaranteed, tv, infinity)
-    bound = tl.where(guaranteed & is_finite(bound), bound, infinity)
+    representable = is_finite(bound) & (output_norm < to_dtype_largest)
+    bound = tl.where(guaranteed & representable, bound, infinity)
     codes_read = tl.sum(code_tokens, 0)
     exact_from = tl.maximum(pages * PAGE_SIZE, oldest + 1)
-    tl.store(fields + _TV, tv)
+    tl.store(fields + _TV, tl.where(guaranteed, rounded_tv, infinity))
     tl.store(fields + _OUTPUT, bound)
     tl.store(fields + _KEY_ERROR, tl.where(guaranteed, tl.maximum(bound - e_val, 0.0), infinity))
     tl.store(fields + _E_VAL, e_val)
