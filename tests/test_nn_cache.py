@@ -363,6 +363,7 @@ def test_wrong_use_is_refused_and_the_cache_unchanged():
     refuse(model, cache, "gradients.*torch.no_grad", grad=True)
     refuse(model, cache, "batch size 1, got 2", ids=prompt(1, 2))
     refuse(model, cache, "output_attentions", output_attentions=True)
+    refuse(model, cache, "is_causal=False", is_causal=False)
     refuse(
         model,
         cache,
@@ -445,7 +446,7 @@ def test_certificates_and_telemetry_say_what_they_take():
         torch_witcert.certificates(model)
     with pytest.raises(ValueError, match="has not generated"):
         torch_witcert.telemetry(model)
-    with pytest.raises(ValueError, match="not converted"):
+    with pytest.raises(ValueError, match=r"torch_witcert.convert\(model\): call that first, or pass the cache"):
         torch_witcert.telemetry(tiny_model())
 
 

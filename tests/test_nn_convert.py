@@ -92,9 +92,11 @@ def test_restore_keeps_what_happened_to_the_weights():
 
 def test_without_a_cache_the_model_trains_as_before():
     model, dense, ids = converted(), tiny_model(), prompt(40, 2)
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0
     gradients = []
     for each in (model, dense):
-        loss = each(input_ids=ids, labels=ids, use_cache=False).loss
+        loss = each(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
         loss.backward()
         gradients.append([loss, *(parameter.grad for parameter in each.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -105,7 +107,7 @@ def test_report():
     model = converted("qwen2", layers=3)
     report = torch_witcert.report(model)
     assert report.certified == 3
-    assert report.config == RECIPE
+    assert {layer.config for layer in report.layers} == {RECIPE}
     assert [layer.name for layer in report.layers] == [f"model.layers.{i}.self_attn" for i in range(3)]
     assert {(layer.heads, layer.kv_heads, layer.head_dim) for layer in report.layers} == {(4, 2, 64)}
     assert "3 of 3 attention layers certified" in str(report)
@@ -362,6 +364,22 @@ def test_quantize_refuses_other_modules():
     quantization = pytest.importorskip("torchao.quantization")
     with pytest.raises(ValueError, match="Linear cannot be converted: attention class Linear"):
         quantization.quantize_(tiny_model(), RECIPE, filter_fn=lambda module, _: isinstance(module, torch.nn.Linear))
+
+
+def test_one_mapping_for_cache_and_weights():
+    quantization = pytest.importorskip("torchao.quantization")
+    model, ids = tiny_model(), prompt(70)
+    recipes = {r"re:model\.layers\.1\.self_attn": RECIPE, r"re:.*_proj": quantization.Int8WeightOnlyConfig()}
+    quantization.quantize_(model, quantization.FqnToConfig(recipes), filter_fn=None)
+    report = torch_witcert.report(model)
+    assert [(layer.certified, layer.reason) for layer in report.layers] == [
+        (False, "not chosen by quantize_"),
+        (True, ""),
+    ]
+    cache = torch_witcert.CertifiedCache(model, 128)
+    greedy(model, ids, 8, **{CACHE_ARGUMENT: cache})
+    assert cache.certified_layers == (1,)
+    assert torch_witcert.telemetry(cache).total("code_reads") == 7 * 4
 
 
 def test_quantized_weights_and_cache_compose_in_either_order():

@@ -236,6 +236,11 @@ def test_refused_before_any_work(options, error, match):
     assert not forwards
 
 
+def test_refused_as_an_assistant():
+    with pytest.raises(NotImplementedError, match="being the assistant"):
+        tiny_model().generate(prompt(40), max_new_tokens=8, pad_token_id=0, assistant_model=converted())
+
+
 def test_beams_without_a_cache_work():
     model, ids = converted(), prompt(20)
     options = {"max_new_tokens": 4, "num_beams": 2, "use_cache": False, "pad_token_id": 0, "do_sample": False}

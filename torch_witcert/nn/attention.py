@@ -79,8 +79,8 @@ class CertifiedAttention(nn.Module):
         Raises:
             ValueError: a foreign cache, or one made for another model.
         """
-        if CACHE_ARGUMENT in kwargs:
-            cache = kwargs.pop(CACHE_ARGUMENT)
+        if "past_key_values" in kwargs:
+            cache = kwargs.pop("past_key_values")
         if self.config._attn_implementation != IMPLEMENTATION:
             raise ValueError(
                 f"the model's attention implementation was changed to {self.config._attn_implementation!r} after conversion; "
@@ -151,6 +151,8 @@ def _refuse_unsupported(
         )
     if dropout:
         raise ValueError(f"attention dropout {dropout} is not supported with a CertifiedCache: call model.eval()")
+    if kwargs.get("is_causal") is False:
+        raise ValueError("is_causal=False is not supported with a CertifiedCache, which reads causally")
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions is not supported with a CertifiedCache: attention weights are never formed")
     for name, meaning in (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
@@ -16,16 +15,8 @@ from .compatibility import check_versions
 from .families import CERTIFIED_CLASSES, MODEL_TYPES, attention_modules
 from .generation import CachePreparation
 
-#: Attribute of a converted model that holds its :class:`Conversion`.
-CONVERSION = "_torch_witcert_conversion"
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What `convert` decided: the recipe, and why modules were left dense, by name."""
-
-    config: CertifiedInt8Config
-    left_dense: dict[str, str]
+#: Attribute of a converted model: why attention modules were left dense, by name.
+LEFT_DENSE = "_torch_witcert_left_dense"
 
 
 def convert(
@@ -80,7 +71,7 @@ def convert(
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
     _adopt(model.config)
-    setattr(model, CONVERSION, Conversion(config, left_dense))
+    setattr(model, LEFT_DENSE, left_dense)
     model._prepare_cache_for_generation = CachePreparation(model, config)
     return model
 
@@ -120,7 +111,7 @@ def restore(model: nn.Module) -> nn.Module:
         if module.original_implementation is not None:
             module.config._attn_implementation = module.original_implementation
     # A compiled call was made while the model was converted, because convert() refuses compiled models.
-    for attribute in (CONVERSION, "_prepare_cache_for_generation", "_compiled_call", "_last_compile_config"):
+    for attribute in (LEFT_DENSE, "_prepare_cache_for_generation", "_compiled_call", "_last_compile_config"):
         model.__dict__.pop(attribute, None)
     return model
 
@@ -144,11 +135,13 @@ def _check_model(model: PreTrainedModel) -> None:
         )
     if any(isinstance(module, CertifiedAttention) for module in model.modules()):
         raise ValueError("model is already converted: call torch_witcert.restore(model) first to convert it anew")
-    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
-    if compiled or getattr(model, "_compiled_call", None) is not None:
+    compiled = [name or "itself" for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    if compiled:
+        raise ValueError(f"model is already compiled ({', '.join(compiled)}): convert a model before it is compiled")
+    if getattr(model, "_compiled_call", None) is not None:
         raise ValueError(
-            f"model is already compiled ({', '.join(name or 'itself' for name in compiled) or 'by generate()'}): convert a "
-            "model before it is compiled"
+            "model is already compiled (by generate()): convert a model before it generates with a static cache, or "
+            "`del model._compiled_call`"
         )
     if not getattr(model.config, "is_causal", True):
         raise ValueError("model.config.is_causal is False: only causal attention is supported")

@@ -60,10 +60,15 @@ class CachePreparation:
                 f"cache_implementation={generation_config.cache_implementation!r} is not supported by a converted model, whose "
                 "cache is a torch_witcert.CertifiedCache: leave it out"
             )
-        if generation_mode not in SUPPORTED_MODES:
+        if generation_mode not in SUPPORTED_MODES or generation_config.is_assistant:
+            mode = (
+                "being the assistant of assisted generation"
+                if generation_config.is_assistant
+                else generation_mode.value
+            )
             raise NotImplementedError(
-                f"{generation_mode.value} is not supported with a CertifiedCache yet; supported: greedy search and sampling "
-                "(num_beams=1, no assistant), or any mode with use_cache=False"
+                f"{mode} is not supported with a CertifiedCache yet; supported: greedy search and sampling (num_beams=1, no "
+                "assistant), or any mode with use_cache=False"
             )
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         if passed is not None:
@@ -117,7 +122,10 @@ def last_cache(model: PreTrainedModel) -> CertifiedCache:
     """
     preparation = model.__dict__.get("_prepare_cache_for_generation")
     if preparation is None:
-        raise ValueError(f"model ({type(model).__name__}) is not converted: call torch_witcert.convert(model) first")
+        raise ValueError(
+            f"generate() of model ({type(model).__name__}) keeps no CertifiedCache because it is not converted by "
+            "torch_witcert.convert(model): call that first, or pass the cache itself"
+        )
     cache = preparation.last() if preparation.last is not None else None
     if cache is None:
         raise ValueError("model has not generated with a CertifiedCache that still exists: pass the cache itself")

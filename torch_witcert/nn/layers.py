@@ -156,7 +156,7 @@ class CertifiedLayer(RaggedLayer):
         plan = state.enter(self.index, valid, q.shape[2])
         if plan.prefill:
             out, poisoned = prefill_attention(q, k, v, plan.positions, plan.ragged, window, scale)
-            marked = poisoned | plan.overflow[:, None]
+            marked = poisoned if plan.overflow is None else poisoned | plan.overflow[:, None]
             plan.summaries.append(summarize_prefill(marked, plan.counts, q.shape[1], state.limits))
         else:
             out, _, certificate = torch.ops.torch_witcert.certified_attention(

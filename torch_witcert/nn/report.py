@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..config import CertifiedInt8Config
 from .attention import CertifiedAttention
-from .convert import CONVERSION
+from .convert import LEFT_DENSE
 from .families import attention_modules
 
 
@@ -18,7 +18,7 @@ class LayerReport:
 
     name: str
     layer: int
-    certified: bool
+    config: CertifiedInt8Config | None  # the recipe; None where the module was left dense
     reason: str  # why it is dense; empty where it is certified
     attention_class: str
     heads: int
@@ -26,22 +26,25 @@ class LayerReport:
     head_dim: int
     cacheless_forwards: int  # eager forwards without a cache: plain SDPA, no certificate
 
+    @property
+    def certified(self) -> bool:
+        return self.config is not None
+
 
 @dataclass(frozen=True)
 class Report:
     """All attention modules of a model in layer order."""
 
     layers: tuple[LayerReport, ...]
-    config: CertifiedInt8Config
 
     @property
     def certified(self) -> int:
         return sum(layer.certified for layer in self.layers)
 
     def __str__(self) -> str:
-        rows = [f"{self.certified} of {len(self.layers)} attention layers certified, {self.config}"]
+        rows = [f"{self.certified} of {len(self.layers)} attention layers certified"]
         for layer in self.layers:
-            state = "certified" if layer.certified else f"dense ({layer.reason})"
+            state = str(layer.config) if layer.certified else f"dense ({layer.reason})"
             shape = f"{layer.heads} heads, {layer.kv_heads} KV heads, head_dim {layer.head_dim}"
             rows.append(f"{layer.name}: {state}; {shape}; {layer.cacheless_forwards} forwards without a cache")
         return "\n".join(rows)
@@ -54,11 +57,9 @@ def report(model: PreTrainedModel) -> Report:
         ValueError: the model is not converted.
     """
     found = attention_modules(model)
-    recipes = [module.certified_config for _, module in found if isinstance(module, CertifiedAttention)]
-    if not recipes:
+    if not any(isinstance(module, CertifiedAttention) for _, module in found):
         raise ValueError(f"model ({type(model).__name__}) is not converted: call torch_witcert.convert(model) first")
-    conversion = getattr(model, CONVERSION, None)
-    reasons = conversion.left_dense if conversion is not None else {}
+    reasons = getattr(model, LEFT_DENSE, {})
     layers = []
     for name, module in found:
         certified = isinstance(module, CertifiedAttention)
@@ -66,7 +67,7 @@ def report(model: PreTrainedModel) -> Report:
             LayerReport(
                 name=name,
                 layer=module.layer_idx,
-                certified=certified,
+                config=module.certified_config if certified else None,
                 reason="" if certified else reasons.get(name, "not chosen by quantize_"),
                 attention_class=type(module).__name__,
                 heads=module.config.num_attention_heads,
@@ -75,4 +76,4 @@ def report(model: PreTrainedModel) -> Report:
                 cacheless_forwards=module.cacheless_forwards if certified else 0,
             )
         )
-    return Report(tuple(layers), recipes[0])
+    return Report(tuple(layers))

@@ -26,7 +26,7 @@ class StepPlan:
     positions: torch.Tensor  # int32 [B, T]
     columns: torch.Tensor  # int32 [B, T]
     counts: torch.Tensor  # int32 [B]
-    overflow: torch.Tensor  # bool [B], the row has no room: nothing is written for it
+    overflow: torch.Tensor | None  # bool [B], the row has no room: nothing is written for it; None where all have
     source_map: torch.Tensor  # int8 [B, Hkv, M]
     overwrites_tail: bool  # writing it may destroy exact tokens that are still needed
     longest_after: int | None  # upper bound on the lengths after it, where the host knows
@@ -176,8 +176,9 @@ class CacheState:
                 columns = torch.argsort(valid.logical_not().to(torch.int8), dim=1, stable=True).to(torch.int32)
             positions = torch.where(valid, lengths[:, None] + ranks - 1, POSITION_PADDING)
         looked, longest_after = self._check_room(counts, new_tokens)
-        overflow = lengths + counts > self.capacity
+        overflow = None
         if not looked:
+            overflow = lengths + counts > self.capacity
             counts = torch.where(overflow, 0, counts)
             positions = torch.where(overflow[:, None] & (positions != POSITION_PADDING), POSITION_OVERFLOW, positions)
         prefill = new_tokens > 1 and self._is_empty()
