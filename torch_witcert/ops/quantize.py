@@ -16,6 +16,12 @@ from .storage import Note
 LEVELS = 127
 
 
+def midpoint(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """(low + high) / 2 in float32 without overflow, rounded once; halving first would lose the last bit of a subnormal."""
+    total = low + high
+    return torch.where(total.isfinite(), total * 0.5, low * 0.5 + high * 0.5)
+
+
 class QuantizedPage(NamedTuple):
     """One page of every KV head; leading dimensions [...]."""
 
@@ -58,7 +64,7 @@ def quantize_page(keys: torch.Tensor, values: torch.Tensor) -> QuantizedPage:
     k, v = torch.where(k.isfinite(), k, 0.0), torch.where(v.isfinite(), v, 0.0)
 
     high, low = k.amax(-2), k.amin(-2)
-    zero = (high / 2 + low / 2).to(keys.dtype)
+    zero = midpoint(low, high).to(keys.dtype)
     centre = zero.float()
     scale = scale_of(torch.maximum(high - centre, centre - low))
     step = scale.float()

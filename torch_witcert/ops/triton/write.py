@@ -41,6 +41,13 @@ def _scale_of(half_range):
 
 
 @triton.jit
+def _midpoint(low, high):
+    """(low + high) / 2 without overflow, rounded once: nothing that the compiler could fuse differently."""
+    total = low + high
+    return tl.where(is_finite(total), total * 0.5, low * 0.5 + high * 0.5)
+
+
+@triton.jit
 def _load_token_rows(tail, fresh, is_old, is_new, slot, column, fresh_stride, channel, HEAD_DIM: tl.constexpr):
     """Rows of tokens [tokens, D] in float32, each from the exact tail or from the fresh tensor; zeros elsewhere."""
     old = tl.load(tail + slot[:, None] * HEAD_DIM + channel[None, :], mask=is_old[:, None], other=0.0)
@@ -131,7 +138,7 @@ def kv_write_kernel(
 
         high = tl.max(keys, 0)
         low = tl.min(keys, 0)
-        zero = round_to_dtype(high * 0.5 + low * 0.5, k_zero.dtype.element_ty)
+        zero = round_to_dtype(_midpoint(low, high), k_zero.dtype.element_ty)
         centre = zero.to(tl.float32)
         scale = _scale_of(tl.maximum(high - centre, centre - low))
         offset = keys - centre[None, :]
