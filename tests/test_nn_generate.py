@@ -171,6 +171,9 @@ def test_plain_padded_chunked_and_compiled_agree():
         assert torch.equal(torch_witcert.certificates(torch_witcert.last_cache(model)).tv, bounds)
     assert torch.equal(greedy(model, plain, NEW_TOKENS, prefill_chunk_size=32), greedy(model, plain, NEW_TOKENS))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch_witcert.restore(model)
+    assert not hasattr(model, "_compiled_call")
+    torch_witcert.convert(model, RECIPE)
 
 
 def test_own_cache_is_reused_for_the_same_shape_only():
