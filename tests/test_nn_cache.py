@@ -11,6 +11,7 @@ from nn_models import RECIPE, converted, forward, left_padded, prompt, tiny_mode
 from transformers import DynamicCache, StaticCache
 
 import torch_witcert
+from torch_witcert.nn import step
 from torch_witcert.nn.compatibility import CACHE_ARGUMENT
 from torch_witcert.policy.counters import CacheOverflowError
 from torch_witcert.policy.gate import Flag
@@ -123,10 +124,10 @@ def test_idle_rows_of_a_raw_loop():
     model = converted()
     both, one = (filled(model, 70, 128, batch=2) for _ in range(2))
     active = torch.tensor([True, False])[:, None, None, None]
-    for step in range(30):
-        token = prompt(1, 2, seed=step)
+    for number in range(30):
+        token = prompt(1, 2, seed=number)
         expected = forward(model, token, both)
-        logits = forward(model, token, one, attention_mask=active, position_ids=torch.tensor([[70 + step]] * 2))
+        logits = forward(model, token, one, attention_mask=active, position_ids=torch.tensor([[70 + number]] * 2))
         assert torch.equal(logits[0], expected[0])
     assert one.lengths.tolist() == [100, 70]
     of_one, of_both = torch_witcert.certificates(one), torch_witcert.certificates(both)
@@ -153,9 +154,9 @@ def test_right_padding_and_holes():
     assert int(cache.lengths) == 75
     assert int(cache.get_seq_length()) == 90
     longer = torch.cat([mask, torch.ones(1, 1, dtype=torch.long)], 1)
-    step = {"attention_mask": longer, "position_ids": torch.tensor([[75]])}
+    options = {"attention_mask": longer, "position_ids": torch.tensor([[75]])}
     torch.testing.assert_close(
-        forward(model, prompt(1), cache, **step), forward(model, prompt(1), compact), rtol=1e-3, atol=1e-3
+        forward(model, prompt(1), cache, **options), forward(model, prompt(1), compact), rtol=1e-3, atol=1e-3
     )
 
 
@@ -250,6 +251,24 @@ def test_room_is_counted_in_tokens_and_not_in_columns():
     assert cache.lengths.tolist() == [91, 96]
 
 
+def test_after_a_capture_the_host_trusts_nothing_it_knew(monkeypatch):
+    """A captured graph is replayed behind the host's back: a later chunk must ask the device whether the cache is empty."""
+    model = converted()
+    cache, reference = torch_witcert.CertifiedCache(model, 96), torch_witcert.CertifiedCache(model, 96)
+    monkeypatch.setattr(step, "may_synchronize", lambda tensor: False)
+    forward(model, prompt(1), cache)  # as if it were captured
+    monkeypatch.undo()
+    cache.reset()
+    for seed in range(70):
+        for each in (cache, reference):
+            forward(model, prompt(1, seed=seed), each)
+    cache.state.empty = True  # what the host would believe if these steps had been replays
+    assert torch.equal(forward(model, prompt(5), cache), forward(model, prompt(5), reference))
+    with pytest.raises(ValueError, match="row 0 holds 75 of 96 tokens and cannot take 30 more"):
+        forward(model, prompt(30), cache)
+    assert cache.state.longest is None
+
+
 def test_overflow_in_a_compiled_step_marks_the_row():
     torch._dynamo.reset()
     model = converted()
@@ -257,8 +276,8 @@ def test_overflow_in_a_compiled_step_marks_the_row():
     ids, mask = left_padded([prompt(96), prompt(80)])
     forward(model, ids, cache, attention_mask=mask)
     full_row = row_contents(cache, 0)
-    step = torch.compile(lambda token: forward(model, token, cache), backend="aot_eager", fullgraph=True)
-    step(prompt(1, 2))
+    compiled = torch.compile(lambda token: forward(model, token, cache), backend="aot_eager", fullgraph=True)
+    compiled(prompt(1, 2))
     assert cache.lengths.tolist() == [96, 81]
     found = torch_witcert.certificates(cache)
     assert found.tv[:, 0].isinf().all()

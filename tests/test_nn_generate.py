@@ -186,7 +186,10 @@ def test_own_cache_is_reused_for_the_same_shape_only():
     assert [tensor.data_ptr() for tensor in cache.tensors()] == addresses
     assert int(cache.lengths) == 77
     greedy(model, ids, 64)
-    assert torch_witcert.last_cache(model) is not cache
+    larger = torch_witcert.last_cache(model)
+    assert larger is not cache
+    assert torch.equal(greedy(model, ids, 8), expected)
+    assert torch_witcert.last_cache(model) is not larger, "splits, and so bits, depend on the capacity"
     output = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
     handed_out = getattr(output, CACHE_ARGUMENT)
     assert isinstance(handed_out, torch_witcert.CertifiedCache)

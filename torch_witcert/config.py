@@ -24,7 +24,7 @@ PAGE_SIZES = (16, 32, 64, 128)
 FOREIGN_CACHE = ("refuse", "dense")
 VERSIONS = (1,)
 #: Rounding alone costs a read that is made of codes only this much total variation: no such read passes a smaller tau.
-TAU_FLOOR = 2.0**-10
+TAU_FLOOR = 2.0**-9
 
 
 def _is_number(value: object) -> bool:
@@ -70,7 +70,7 @@ class CertifiedInt8Config(AOBaseConfig):
 
     Args:
         page_size: tokens in a page, 16, 32, 64 or 128. A page is one quantization block of the keys.
-        tau: the gate's limit on the total variation, in [2^-10, 1].
+        tau: the gate's limit on the total variation, in [2^-9, 1].
         output_limit: the gate's limit on the output error (Euclidean norm, in the values' units), or None.
         foreign_cache: what a converted model does with a cache that is not a `CertifiedCache`: "refuse" it, or read it
             "dense" as the unconverted model would, without certificates.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -37,6 +38,15 @@ class CertifiedAttention(nn.Module):
         identity: tells a cache which module each of its layers was made for.
         cacheless_forwards: eager forwards without a cache, which ran as ordinary differentiable SDPA.
     """
+
+    certified_config: CertifiedInt8Config
+    original: nn.Module
+    original_implementation: str | None
+    identity: object
+    cacheless_forwards: int
+    config: PreTrainedConfig
+    layer_idx: int
+    head_dim: int
 
     def __init__(self, *args, **kwargs) -> None:
         raise TypeError(f"{type(self).__name__} is made from an attention module by torch_witcert.convert(model)")

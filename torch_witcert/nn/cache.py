@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -30,6 +31,8 @@ class CertifiedCache(Cache):
         NotImplementedError: layers of different shapes, or on several devices.
     """
 
+    layers: list[RaggedLayer]  # type: ignore[assignment]
+
     def __init__(self, model: PreTrainedModel, max_length: int, batch_size: int = 1) -> None:
         _check_positive("max_length", max_length)
         modules, config = _converted_modules(model)
@@ -54,6 +57,11 @@ class CertifiedCache(Cache):
     def capacity_per_row(self) -> int:
         """Tokens that a row can hold: `max_length` rounded up to whole pages."""
         return self.state.capacity
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype, which the exact tail and the zeros are stored in."""
+        return self.layers[0].shape.dtype
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -113,7 +121,7 @@ class CertifiedCache(Cache):
         one, page = size(1), size(2) - size(1)
         return max(0, (nbytes - one) // page + 1) * config.page_size
 
-    def check_made_for(self, module: nn.Module) -> None:
+    def check_made_for(self, module: Any) -> None:
         """Refuse an attention module that this cache has no layer for.
 
         Raises:
@@ -137,7 +145,7 @@ class CertifiedCache(Cache):
 
 
 def build_layers(
-    modules: list[nn.Module],
+    modules: list[Any],
     config: CertifiedInt8Config,
     pages_per_row: int,
     batch_size: int,
@@ -187,20 +195,20 @@ def build_layers(
     return layers, state
 
 
-def _certified_indices(modules: list[nn.Module]) -> tuple[int, ...]:
+def _certified_indices(modules: list[Any]) -> tuple[int, ...]:
     """Layers that are certified; all of them where the model is not converted yet."""
     certified = tuple(index for index, module in enumerate(modules) if hasattr(module, "certified_config"))
     return certified or tuple(range(len(modules)))
 
 
-def _converted_modules(model: PreTrainedModel) -> tuple[list[nn.Module], CertifiedInt8Config]:
+def _converted_modules(model: PreTrainedModel) -> tuple[list[Any], CertifiedInt8Config]:
     modules, config = _modules(model, None)
     if not any(hasattr(module, "certified_config") for module in modules):
         raise ValueError(f"model ({type(model).__name__}) is not converted: call torch_witcert.convert(model) first")
     return modules, config
 
 
-def _modules(model: PreTrainedModel, config: CertifiedInt8Config | None) -> tuple[list[nn.Module], CertifiedInt8Config]:
+def _modules(model: PreTrainedModel, config: CertifiedInt8Config | None) -> tuple[list[Any], CertifiedInt8Config]:
     """Attention modules in layer order, and the recipe they have, or else are to get."""
     from .families import attention_modules
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -33,7 +35,7 @@ CERTIFIED_CLASSES: dict[type[nn.Module], type[CertifiedAttention]] = {
 MODEL_TYPES = ("llama", "qwen2", "mistral")
 
 
-def attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+def attention_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:
     """Attention modules of a model with their names, in the order of `layer_idx`: certified, convertible or left dense."""
     families = tuple(CERTIFIED_CLASSES)
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, families)]

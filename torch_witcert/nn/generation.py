@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -91,9 +92,7 @@ class CachePreparation:
         self.own = CertifiedCache(self.model, max_length, rows)
         return self.own
 
-    def _check_passed(
-        self, passed: object, rows: int, max_cache_length: int, attention_mask: torch.Tensor | None
-    ) -> None:
+    def _check_passed(self, passed: Any, rows: int, max_cache_length: int, attention_mask: torch.Tensor | None) -> None:
         if _is_foreign(passed):
             raise ValueError(
                 f"{CACHE_ARGUMENT} is a {type(passed).__name__}; a converted model generates with a torch_witcert.CertifiedCache"
@@ -139,10 +138,9 @@ def _is_foreign(cache: object) -> bool:
 def _fits(cache: CertifiedCache, model: PreTrainedModel, max_length: int, rows: int) -> bool:
     """Whether the cache is what a new one would be: the same capacity, since splits and so bits depend on it."""
     pages = -(-max_length // cache.config.page_size)
-    shape = cache.layers[0].shape
     return (
-        shape.batch_size == rows
-        and shape.pages_per_row == pages
-        and shape.dtype == model.dtype
-        and torch.device(cache.lengths.device) == model.device
+        cache.batch_size == rows
+        and cache.state.pages_per_row == pages
+        and cache.dtype == model.dtype
+        and cache.lengths.device == model.device
     )

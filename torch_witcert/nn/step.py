@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..ops.certificate import Field
 from ..ops.storage import POSITION_OVERFLOW, POSITION_PADDING, derive_source_map, identity_page_table
 from ..policy.counters import Counters, Summary, summarize
 from ..policy.gate import Flag, make_limits
@@ -121,19 +122,17 @@ class CacheState:
         if layer == 0:
             self._refuse_damage()
             self.plan = self._plan(valid, new_tokens)
-        if self.plan is None:
-            raise RuntimeError(f"layer {layer} of the cache ran before layer 0 of the same forward")
-        return self.plan
+        return self._current()
 
     def leave(self, layer: int) -> None:
         """The last layer completes the forward: counters, certificates, lengths."""
         if layer < self.num_layers - 1:
             return
-        plan = self.plan
+        plan = self._current()
         summary = self._summary(plan)
         self.counters.add(summary)
-        self.total_variation.copy_(summary.worst[..., 0])
-        self.output.copy_(summary.worst[..., 1])
+        self.total_variation.copy_(summary.worst[..., Field.TV])
+        self.output.copy_(summary.worst[..., Field.OUTPUT])
         self.flags.copy_(summary.flags)
         self.lengths.add_(plan.counts)
         self.column_count.add_(plan.new_tokens)
@@ -143,10 +142,16 @@ class CacheState:
 
     def add_certificate(self, certificate: torch.Tensor) -> None:
         """Take a layer's certificate [B, H, T, Field.COUNT]; one-token steps are summed up once, by the last layer."""
-        if self.plan.new_tokens == 1:
-            self.plan.certificates.append(certificate)
+        plan = self._current()
+        if plan.new_tokens == 1:
+            plan.certificates.append(certificate)
         else:
-            self.plan.summaries.append(summarize(certificate[None], self.limits, self.num_kv_heads))
+            plan.summaries.append(summarize(certificate[None], self.limits, self.num_kv_heads))
+
+    def _current(self) -> StepPlan:
+        if self.plan is None:
+            raise RuntimeError("a layer of the cache ran before layer 0 of the same forward")
+        return self.plan
 
     def _summary(self, plan: StepPlan) -> Summary:
         if plan.summaries:
@@ -169,7 +174,7 @@ class CacheState:
             positions = lengths[:, None] + steps
         else:
             ranks = valid.cumsum(1, dtype=torch.int32)
-            counts = ranks[:, -1]
+            counts = ranks[:, -1].contiguous()
             if new_tokens == 1:
                 columns = torch.zeros_like(ranks)
             else:
