@@ -52,20 +52,6 @@ def is_finite(x):
 
 
 @triton.jit
-def exponential_minus_one(c):
-    """e^c - 1 for c >= 0, without cancellation."""
-    series = 1.0 + c / 9.0
-    series = 1.0 + series * c / 8.0
-    series = 1.0 + series * c / 7.0
-    series = 1.0 + series * c / 6.0
-    series = 1.0 + series * c / 5.0
-    series = 1.0 + series * c / 4.0
-    series = 1.0 + series * c / 3.0
-    series = 1.0 + series * c / 2.0
-    return tl.where(c < 0.5, c * series, tl.exp(c) - 1.0)
-
-
-@triton.jit
 def exponential_gap(c):
     """e^c - 1 - c for c >= 0, without cancellation."""
     series = 1.0 + c / 9.0
@@ -76,3 +62,9 @@ def exponential_gap(c):
     series = 1.0 + series * c / 4.0
     series = 1.0 + series * c / 3.0
     return tl.where(c < 0.5, c * c * 0.5 * series, tl.exp(c) - 1.0 - c)
+
+
+@triton.jit
+def exponential_minus_one(c):
+    """e^c - 1 for c >= 0, without cancellation."""
+    return c + exponential_gap(c)
