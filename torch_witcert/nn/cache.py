@@ -13,6 +13,7 @@ from ..ops.storage import StoreShape
 from .dense import DenseLayer
 from .layers import LATER, CertifiedLayer, RaggedLayer
 from .step import CacheState
+from .supported import attention_modules
 
 
 class CertifiedCache(Cache):
@@ -210,8 +211,6 @@ def _converted_modules(model: PreTrainedModel) -> tuple[list[Any], CertifiedInt8
 
 def _modules(model: PreTrainedModel, config: CertifiedInt8Config | None) -> tuple[list[Any], CertifiedInt8Config]:
     """Attention modules in layer order, and the recipe they have, or else are to get."""
-    from .families import attention_modules  # here, because a family's classes need the cache's class
-
     modules = [module for _, module in attention_modules(model)]
     recipes = {module.certified_config for module in modules if hasattr(module, "certified_config")}
     if len(recipes) > 1:

@@ -12,8 +12,9 @@ from ..config import CertifiedInt8Config
 from ..ops.storage import HEAD_DIMS, MODEL_DTYPES
 from .attention import IMPLEMENTATION, CertifiedAttention, register_implementation
 from .compatibility import check_versions
-from .families import CERTIFIED_CLASSES, MODEL_TYPES, attention_modules
+from .families import CERTIFIED_CLASSES
 from .generation import CachePreparation
+from .supported import MODEL_TYPES, attention_modules
 
 #: Attribute of a converted model: why attention modules were left dense, by name.
 LEFT_DENSE = "_torch_witcert_left_dense"

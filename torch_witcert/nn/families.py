@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
@@ -31,12 +28,3 @@ CERTIFIED_CLASSES: dict[type[nn.Module], type[CertifiedAttention]] = {
     Qwen2Attention: CertifiedQwen2Attention,
     MistralAttention: CertifiedMistralAttention,
 }
-#: `config.model_type` of the supported models.
-MODEL_TYPES = ("llama", "qwen2", "mistral")
-
-
-def attention_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:
-    """Attention modules of a model with their names, in the order of `layer_idx`: certified, convertible or left dense."""
-    families = tuple(CERTIFIED_CLASSES)
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, families)]
-    return sorted(found, key=lambda item: item[1].layer_idx)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..config import CertifiedInt8Config
 from .attention import CertifiedAttention
 from .convert import LEFT_DENSE
-from .families import attention_modules
+from .supported import attention_modules
 
 
 @dataclass(frozen=True)

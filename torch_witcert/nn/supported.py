@@ -1,0 +1,22 @@
+"""Model families whose attention can be certified, and how to find it in a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+
+#: Attention classes of the supported families.
+ATTENTION_CLASSES: tuple[type[nn.Module], ...] = (LlamaAttention, Qwen2Attention, MistralAttention)
+#: `config.model_type` of the supported models.
+MODEL_TYPES = ("llama", "qwen2", "mistral")
+
+
+def attention_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    """Attention modules of a model with their names, in the order of `layer_idx`: certified, convertible or left dense."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, ATTENTION_CLASSES)]
+    return sorted(found, key=lambda item: item[1].layer_idx)
