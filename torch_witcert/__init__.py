@@ -6,6 +6,15 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import CertifiedInt8Config
+    from .nn.cache import CertifiedCache
+    from .nn.convert import convert, restore
+    from .nn.generation import last_cache
+    from .nn.report import report
+    from .nn.telemetry import certificates, telemetry
 
 __version__ = "0.1.0"
 
@@ -20,7 +29,17 @@ _MODULE_OF_NAME = {
     "telemetry": ".nn.telemetry",
 }
 
-__all__ = ["__version__", *_MODULE_OF_NAME]
+__all__ = [
+    "CertifiedCache",
+    "CertifiedInt8Config",
+    "__version__",
+    "certificates",
+    "convert",
+    "last_cache",
+    "report",
+    "restore",
+    "telemetry",
+]
 
 
 def __getattr__(name: str):
