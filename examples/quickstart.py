@@ -21,7 +21,7 @@ from torch_witcert.evaluation.audit import Audit
 from torch_witcert.evaluation.heatmap import write_heat_map
 from torch_witcert.evaluation.memory import allocated_bytes, dense_cache
 from torch_witcert.evaluation.output import prefill_progress, print_table, quiet_libraries
-from torch_witcert.evaluation.prompts import add_model_arguments, load_with_prompt
+from torch_witcert.evaluation.prompts import add_model_arguments, add_threads_argument, load_with_prompt
 
 LICENSE = Path(__file__).resolve().parent.parent / "LICENSE"
 #: Context at which the memory is measured besides that of the run.
@@ -84,8 +84,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tau", type=float, default=0.2, help="limit on total variation (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the heat map (default: %(default)s)")
     add_model_arguments(parser)
+    add_threads_argument(parser)
     options = parser.parse_args(arguments)
     quiet_libraries()
+    torch.set_num_threads(options.threads)
     start = time.monotonic()
 
     print("Loading the model ...", flush=True)

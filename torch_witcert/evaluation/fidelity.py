@@ -19,6 +19,7 @@ from . import smollm2
 from .audit import Audit
 from .forward import next_logits
 from .output import print_table, progress, write_json
+from .prompts import add_threads_argument
 from .statistics import TAU, BoundFigures
 from .text import licence_text, take_tokens
 
@@ -108,6 +109,7 @@ def measure_fidelity(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_threads_argument(parser)
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of the first forward, not measured (2048)")
     parser.add_argument(
         "--steps", type=int, default=256, help="one-token forwards (256; 2048 for the figures on a GPU)"
@@ -124,6 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict:
     """Run the command; returns what it printed, as data."""
+    torch.set_num_threads(options.threads)
     text, source = licence_text(options.text)
     model, tokenizer = smollm2.load(options.device, options.dtype, options.model_dir)
     ids = take_tokens(tokenizer, text, options.prefill + options.steps, source).to(options.device)

@@ -28,6 +28,11 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default=default, help="(default: %(default)s)")
 
 
+def add_threads_argument(parser: argparse.ArgumentParser) -> None:
+    """For programs that decode: a step is thousands of small operators, which threads slow down where cores are shared."""
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: %(default)s)")
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that :func:`chosen_dtype` and :func:`load_with_prompt` read."""
     add_device_argument(parser)
