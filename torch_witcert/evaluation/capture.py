@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 NAME = "torch_witcert_capture"
 
@@ -21,7 +25,7 @@ class AttentionInputs(NamedTuple):
 
 
 @contextmanager
-def captured_attention(model: torch.nn.Module, last: int) -> Iterator[dict[int, AttentionInputs]]:
+def captured_attention(model: PreTrainedModel, last: int) -> Iterator[dict[int, AttentionInputs]]:
     """Record the inputs of every attention layer of a dense Hugging Face model; its results do not change.
 
     Args:

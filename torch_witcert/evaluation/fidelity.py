@@ -10,6 +10,7 @@ import argparse
 import copy
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,11 @@ from .output import print_table, progress, write_json
 from .prompts import add_threads_argument
 from .statistics import TAU, BoundFigures
 from .text import licence_text, take_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..config import CertifiedInt8Config
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,11 @@ class Fidelity:
 
 @torch.no_grad()
 def measure_fidelity(
-    model: torch.nn.Module, ids: torch.Tensor, prefill: int, config: object = None, check_every: int = 16
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    prefill: int,
+    config: CertifiedInt8Config | None = None,
+    check_every: int = 16,
 ) -> Fidelity:
     """Compare a dense model with a certified copy of it.
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def next_logits(
-    model: torch.nn.Module, ids: torch.Tensor, cache: object, positions: torch.Tensor | None = None
+    model: PreTrainedModel, ids: torch.Tensor, cache: object, positions: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Logits of the next token, [B, vocabulary], in the model's dtype.
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def storage_bytes(thing: object) -> int:
@@ -47,7 +51,7 @@ def allocated_bytes(make: Callable[[], object], device: torch.device | str) -> i
     return used
 
 
-def dense_cache(model: torch.nn.Module, tokens: int, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16):
+def dense_cache(model: PreTrainedModel, tokens: int, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16):
     """A Hugging Face DynamicCache that holds `tokens` tokens a row, zeros, on the model's device."""
     from transformers import DynamicCache
 

@@ -11,9 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 Item = TypeVar("Item")
 #: Seconds between two progress lines, on a terminal and where the output is a file.
@@ -75,7 +79,7 @@ def progress(items: Sequence[Item], what: str) -> Iterator[Item]:
 
 
 @contextmanager
-def prefill_progress(model: torch.nn.Module) -> Iterator[None]:
+def prefill_progress(model: PreTrainedModel) -> Iterator[None]:
     """Say on stderr how far the first forward of a Hugging Face causal LM is: every decoder layer counts one."""
     layers = model.get_decoder().layers
     steps = Progress(len(layers), "prefill: layer")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from . import smollm2, toy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUESTION = "In two or three sentences: what does this licence allow, and what does it ask for in return?"
@@ -17,8 +21,8 @@ TOY_TEXT = 1200
 
 
 class Prompted(NamedTuple):
-    model: torch.nn.Module
-    tokenizer: object
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     input_ids: torch.Tensor  # int64 [1, S]
     name: str
 

