@@ -34,13 +34,17 @@ endif
 WORKERS ?= 2
 TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) $(PYTEST_ARGS)
 
-.PHONY: demo test test-gpu lint setup clean
+.PHONY: demo test test-main test-kernels test-gpu lint setup clean
 
 demo: $(READY)
 	$(RUN) examples/quickstart.py $(DEMO_ARGS)
 
-test: $(READY)
+test: test-main test-kernels
+
+test-main: $(READY)
 	$(TEST) --ignore=tests/kernels
+
+test-kernels: $(READY)
 	@if [ -d tests/kernels ]; then \
 	    echo "Triton kernels on CPU tensors, under the interpreter"; \
 	    TRITON_INTERPRET=1 $(TEST) tests/kernels; \
