@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -321,6 +325,21 @@ def test_copies(make_copy, used):
     torch_witcert.restore(twin)
     assert torch.equal(forward(twin, ids), forward(tiny_model(), ids))
     assert all(isinstance(module, CertifiedAttention) for module in attentions(model))
+
+
+def test_pickled_model_generates_in_a_fresh_process(tmp_path):
+    """Where nothing but the unpickling has imported our modules."""
+    torch.save(converted(), tmp_path / "model.pt")
+    program = (
+        "import torch; model = torch.load('model.pt', weights_only=False)\n"
+        "out = model.generate(torch.ones(1, 40, dtype=torch.int64), max_new_tokens=3, do_sample=False, pad_token_id=0)\n"
+        "print(tuple(out.shape))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(torch_witcert.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "(1, 43)", done.stderr
 
 
 def test_save_pretrained_gives_a_plain_model(tmp_path):

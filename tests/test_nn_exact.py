@@ -86,12 +86,16 @@ def test_prefill_masks_stay_small():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_prefill_marks_the_kv_head(value):
+def test_prefill_marks_the_heads_that_meet_a_value_that_is_not_finite(value):
     q, k, v = tensors(2, 20)
     expected, _ = prefill_attention(q, k, v, positions_of(torch.ones(2, 20, dtype=torch.bool)), False, 0, SCALE)
+    query = q.clone()
+    query[0, 1, 7, 2] = value
+    _, marked = prefill_attention(query, k, v, positions_of(torch.ones(2, 20, dtype=torch.bool)), False, 0, SCALE)
+    assert marked.nonzero().tolist() == [[0, 1]]
     k[1, 0, 5, 3] = value
     out, poisoned = prefill_attention(q, k, v, positions_of(torch.ones(2, 20, dtype=torch.bool)), False, 0, SCALE)
-    assert poisoned.tolist() == [[False, False], [True, False]]
+    assert poisoned.tolist() == [[False] * HEADS, [True] * (HEADS // KV_HEADS) + [False] * (HEADS - HEADS // KV_HEADS)]
     assert torch.equal(out[0], expected[0])
     assert out.isfinite().all()
 

@@ -155,9 +155,9 @@ def test_parts_add_up_to_the_whole():
 
 def test_prefill_is_exact_and_no_part_of_coverage():
     counters = Counters((0,), KV_HEADS, torch.device("cpu"))
-    poisoned = torch.tensor([[False, True], [False, False], [False, False]])
+    marked = torch.tensor([[False] * 3 + [True] * 3, [False] * 6, [False] * 6])
     counts = torch.tensor([7, 5, 0], dtype=torch.int32)
-    summary = summarize_prefill(poisoned, counts, HEADS, make_limits(0.2, None, "cpu"))
+    summary = summarize_prefill(marked, counts, KV_HEADS, make_limits(0.2, None, "cpu"))
     counters.add(summary)
     layer = counters.drain().layers[0]
     assert (layer.prefill_tokens, layer.reads, layer.code_reads, layer.no_guarantee) == (12, 0, 0, 3)
@@ -188,7 +188,7 @@ def test_nothing_looks_at_data():
         certificates = torch.empty(LAYERS, BATCH, HEADS, TOKENS, Field.COUNT)
         limits = make_limits(0.2, 1.0, "cpu")
         counters.add(summarize(certificates, limits, KV_HEADS))
-        poisoned, counts = torch.empty(BATCH, KV_HEADS, dtype=torch.bool), torch.empty(BATCH, dtype=torch.int32)
-        one = summarize_prefill(poisoned, counts, HEADS, limits)
+        marked, counts = torch.empty(BATCH, HEADS, dtype=torch.bool), torch.empty(BATCH, dtype=torch.int32)
+        one = summarize_prefill(marked, counts, KV_HEADS, limits)
         counters.add(Summary.concatenate([one] * LAYERS))
         assert counters.counts.shape == (LAYERS, 8)

@@ -20,6 +20,7 @@ from torch_witcert.testing.harness import (
     ragged_mask,
     registered,
     run,
+    run_constant_pages,
     run_rounding_ties,
     shuffled_page_table,
 )
@@ -232,6 +233,26 @@ def test_a_query_that_is_not_finite_is_marked(poison):
     untouched[0, 1, 1] = False
     assert torch.equal(read.certificate[untouched], expected.certificate[untouched])
     assert torch.equal(read.out[untouched], expected.out[untouched])
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_autocast_changes_no_bit(dtype, autocast):
+    """The registered operators keep their own arithmetic: products in 16 bits would break what the certificate claims."""
+    results = []
+    for enabled in (False, True):
+        cache = CacheHarness(StoreShape(1, 8, HKV, P, D, dtype), sm_scale=D**-0.5, operators=registered())
+        with torch.autocast("cpu", dtype=autocast, enabled=enabled):
+            cache.forward(*tokens_of(1, PREFILL, 0, dtype))
+            read = cache.forward(*tokens_of(1, 2, 1, dtype))
+        results.append((read.out, read.lse, read.certificate, *cache.store))
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+
+
+def test_keys_far_from_zero_that_nearly_cancel_between_pages():
+    total = sum((run_constant_pages(seed, REFERENCE) for seed in range(20)), Soundness())
+    assert total.reads == total.tv_reads == 160
+    assert total.violations == 0
 
 
 def test_tokens_beyond_the_capacity_are_marked_and_not_written():

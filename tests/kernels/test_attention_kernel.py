@@ -14,7 +14,7 @@ from torch_witcert.ops.triton import attention
 from torch_witcert.ops.triton.attention import certified_attention_triton
 from torch_witcert.ops.triton.launch import INTERPRETED
 from torch_witcert.testing.generators import Scenario, scenarios
-from torch_witcert.testing.harness import run
+from torch_witcert.testing.harness import Soundness, run, run_constant_pages
 
 #: Scenarios that one test draws: the interpreter needs about a second for each.
 EXAMPLES = 25 if INTERPRETED else 300
@@ -131,14 +131,72 @@ def test_poison_marks_the_reads_that_see_it_and_no_other(device, where, poison):
     )
 
 
-def test_query_that_is_not_finite_is_marked(device):
-    case = make_case([70], 2, group=2)
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("length", [0, 5, 70])
+def test_query_that_is_not_finite_is_marked(device, length, poison, dtype):
+    """Also where nothing is read as codes."""
+    case = make_case([length], 2, group=2, dtype=dtype)
     clean = read(case.to(device))
-    case.q[0, 1, 1, 0] = float("nan")
+    case.q[0, 1, 1, 0] = poison
     poisoned = read(case.to(device))
     assert poisoned[2][0, 1, 1, Field.TV].isinf() and poisoned[2][0, 1, 1, Field.OUTPUT].isinf()
     for head, token in ((0, 0), (0, 1), (1, 0)):
         assert_bit_equal([x[0, head, token] for x in clean], [x[0, head, token] for x in poisoned])
+
+
+def poisoned_scratch(monkeypatch) -> None:
+    """Scratch that no program has written is NaN."""
+    monkeypatch.setattr(
+        attention, "allocate_scratch", lambda *shape, device: torch.full(shape, torch.nan, device=device)
+    )
+
+
+@pytest.mark.parametrize("window,splits", [(0, 16), (700, 7), (1003, 1), (2100, 128)])
+def test_long_rows_many_splits_and_windows_that_start_late(device, monkeypatch, window, splits):
+    """300 pages: several blocks of the merge, several splits, and windows whose first split is not split 0."""
+    poisoned_scratch(monkeypatch)
+    case = make_case([300 * 16 + 5], 2, dtype=torch.float32, window=window)
+    arguments = case.attention_arguments()[:-1]
+    expected = certified_attention_reference(*arguments, splits)
+    actual = certified_attention_triton(*case.to(device).attention_arguments()[:-1], splits)
+    assert (actual[0].cpu() - expected[0]).abs().max() <= 2e-3 * expected[0].abs().max()
+    assert torch.allclose(actual[2].cpu(), expected[2], rtol=2e-3, atol=1e-6)
+    assert actual[2][0, 0, 0, Field.TOKENS] == (window or 300 * 16 + 6)
+
+
+def test_chunk_of_several_exact_tiles(device, monkeypatch):
+    """150 fresh tokens: three tiles of the exact pass, causal across them."""
+    poisoned_scratch(monkeypatch)
+    case = make_case([70], 150, dtype=torch.float32)
+    expected = certified_attention_reference(*case.attention_arguments())
+    actual = read(case.to(device))
+    assert (actual[0].cpu() - expected[0]).abs().max() <= 2e-3 * expected[0].abs().max()
+    assert torch.allclose(actual[2].cpu(), expected[2], rtol=2e-3, atol=1e-6)
+
+
+def test_keys_far_from_zero_that_nearly_cancel_between_pages(device):
+    seeds = range(4 if INTERPRETED else 20)
+    total = sum((run_constant_pages(seed, device=device) for seed in seeds), Soundness())
+    assert total.tv_reads == 8 * len(seeds)
+    assert total.violations == 0
+
+
+@pytest.mark.parametrize(
+    "name,value",
+    [
+        ("sm_scale", -0.125),
+        ("sm_scale", float("nan")),
+        ("window", -1),
+        ("window", 2**31),
+        ("pages_per_split", 0),
+    ],
+)
+def test_wrong_numbers_are_refused(device, name, value):
+    arguments = list(make_case([70], 1).to(device).attention_arguments())
+    arguments[{"sm_scale": -3, "window": -2, "pages_per_split": -1}[name]] = value
+    with pytest.raises(ValueError, match=name):
+        torch.ops.torch_witcert.certified_attention(*arguments)
 
 
 def test_long_chunks_are_cut_without_changing_a_bit(device, monkeypatch):

@@ -174,7 +174,6 @@ def _refuse_unsupported(
             raise ValueError(f"{name} ({meaning}) is not supported with a CertifiedCache in {type(module).__name__}")
 
 
-def register_implementation() -> None:
-    """Register the attention and mask functions under our own name; nobody else's entry is touched."""
-    AttentionInterface.register(IMPLEMENTATION, certified_attention_forward)
-    AttentionMaskInterface.register(IMPLEMENTATION, new_column_validity)
+# At import, under our own name: an unpickled certified module needs them without another call to convert().
+AttentionInterface.register(IMPLEMENTATION, certified_attention_forward)
+AttentionMaskInterface.register(IMPLEMENTATION, new_column_validity)

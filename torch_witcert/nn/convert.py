@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..config import CertifiedInt8Config
 from ..ops.storage import HEAD_DIMS, MODEL_DTYPES
-from .attention import IMPLEMENTATION, CertifiedAttention, register_implementation
+from .attention import IMPLEMENTATION, CertifiedAttention
 from .compatibility import check_versions
 from .families import CERTIFIED_CLASSES
 from .generation import CachePreparation
@@ -118,7 +118,6 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def _adopt(config) -> None:
-    register_implementation()
     config._attn_implementation = IMPLEMENTATION
 
 

@@ -72,20 +72,30 @@ def prefill_attention(
         scale: softmax scale.
 
     Returns:
-        Output [B, H, T, D], and bool [B, Hkv]: a token's K or V was not finite.
+        Output [B, H, T, D], and bool [B, H]: a token's query, key, value or output was not finite.
     """
     finite_k, finite_v = k.isfinite(), v.isfinite()
     token = (positions >= 0)[:, None]
-    poisoned = (token & ~(finite_k & finite_v).all(-1)).any(-1)
+    group, new_tokens = q.shape[1] // k.shape[1], q.shape[2]
+    poisoned = (token & ~(finite_k & finite_v).all(-1)).any(-1).repeat_interleave(group, 1)
     k = torch.where(finite_k & token[..., None], k, 0.0)
     v = torch.where(finite_v & token[..., None], v, 0.0)
-    group, new_tokens = q.shape[1] // k.shape[1], q.shape[2]
     if not ragged and not 0 < window < new_tokens:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1), poisoned
-    parts = []
-    for rows in query_blocks(new_tokens, group):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
+    else:
+        out = _in_blocks(q, k, v, positions, ragged, window, scale)
+    finite = (q.isfinite() & out.isfinite()).all(-1)
+    return out, poisoned | (token & ~finite).any(-1)
+
+
+def _in_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, ragged: bool, window: int, scale: float
+) -> torch.Tensor:
+    """Masked attention of a chunk over itself, a block of queries at a time."""
+    new_tokens, parts = q.shape[2], []
+    for rows in query_blocks(new_tokens, q.shape[1] // k.shape[1]):
         # A window is counted in positions; only without padding does it also bound the columns.
         keys = slice(0 if ragged or not window else max(0, rows.start - window + 1), rows.stop)
         at, of = positions[:, rows], positions[:, keys]
         parts.append(masked_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], at, of, window, scale))
-    return torch.cat(parts, 2), poisoned
+    return torch.cat(parts, 2)

@@ -84,14 +84,18 @@ class RaggedLayer(CacheLayerMixin):
         Raises:
             ValueError: their shape, dtype or device is not the one the cache was made for.
         """
-        batch, heads, _, dim = key_states.shape
         shape = self.shape
-        found = (batch, heads, dim, key_states.dtype, key_states.device)
         made_for = (shape.batch_size, shape.num_kv_heads, shape.head_dim, shape.dtype, self.device)
-        if found != made_for:
-            names = ("batch size", "KV heads", "head dim", "dtype", "device")
-            wrong = [f"{n} {m}, got {f}" for n, m, f in zip(names, made_for, found, strict=True) if m != f]
-            raise ValueError(f"the CertifiedCache was made for {'; '.join(wrong)}: make one for this model and batch")
+        for states in (key_states, value_states):
+            batch, heads, _, dim = states.shape
+            found = (batch, heads, dim, states.dtype, states.device)
+            if found != made_for:
+                names = ("batch size", "KV heads", "head dim", "dtype", "device")
+                wrong = [f"{n} {m}, got {f}" for n, m, f in zip(names, made_for, found, strict=True) if m != f]
+                raise ValueError(
+                    f"the CertifiedCache was made for {'; '.join(wrong)}: make one for this model and batch, and run the model "
+                    "in its own dtype (no autocast to another one)"
+                )
         return FreshTokens(self, key_states, value_states), None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -157,7 +161,7 @@ class CertifiedLayer(RaggedLayer):
         if plan.prefill:
             out, poisoned = prefill_attention(q, k, v, plan.positions, plan.ragged, window, scale)
             marked = poisoned if plan.overflow is None else poisoned | plan.overflow[:, None]
-            plan.summaries.append(summarize_prefill(marked, plan.counts, q.shape[1], state.limits))
+            plan.summaries.append(summarize_prefill(marked, plan.counts, k.shape[1], state.limits))
         else:
             out, _, certificate = torch.ops.torch_witcert.certified_attention(
                 q,

@@ -15,7 +15,8 @@ from .generation import last_cache
 class Certificates(NamedTuple):
     """Certificates of the last forward, [L, B, H] on the device: layers of `cache.certified_layers`, rows, query heads.
 
-    Of several new tokens the worst. The tensors are the cache's own: the next forward overwrites them.
+    Of several new tokens the worst. The tensors are the cache's own: the next forward overwrites them. Where a read has
+    Flag.PREFILL it is exact attention by SDPA: its 0 says that nothing was quantized, and its rounding is not bounded.
     """
 
     tv: torch.Tensor  # float32, bound on the total variation to exact attention

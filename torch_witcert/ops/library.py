@@ -35,6 +35,11 @@ _write_on_cpu = kv_write_triton if INTERPRETED else kv_write_reference
 _attend_on_cpu = certified_attention_triton if INTERPRETED else certified_attention_reference
 
 
+def _full_precision(tensor: torch.Tensor) -> torch.autocast:
+    """Autocast off: it would run the reference's products in 16 bits, which no certificate claims."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 def _checked_write(launch):
     def kv_write(
         k: torch.Tensor,
@@ -54,7 +59,8 @@ def _checked_write(launch):
     ) -> None:
         store = PagedStore(k_codes, k_scale, k_zero, v_codes, v_scale, page_notes, k_tail, v_tail)
         validate_write(k, v, columns, lengths, counts, page_table, store)
-        launch(k, v, columns, lengths, counts, page_table, *store)
+        with _full_precision(k):
+            launch(k, v, columns, lengths, counts, page_table, *store)
 
     return kv_write
 
@@ -81,8 +87,13 @@ def _checked_attention(launch):
         pages_per_split: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         store = PagedStore(k_codes, k_scale, k_zero, v_codes, v_scale, page_notes, k_tail, v_tail)
-        validate_attention(q, k, v, positions, lengths, page_table, source_map, store, window, pages_per_split)
-        return launch(q, k, v, positions, lengths, page_table, source_map, *store, sm_scale, window, pages_per_split)
+        validate_attention(
+            q, k, v, positions, lengths, page_table, source_map, store, sm_scale, window, pages_per_split
+        )
+        with _full_precision(q):
+            return launch(
+                q, k, v, positions, lengths, page_table, source_map, *store, sm_scale, window, pages_per_split
+            )
 
     return certified_attention
 

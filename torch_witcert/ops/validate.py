@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .storage import HEAD_DIMS, MODEL_DTYPES, PAGE_SIZES, Note, PagedStore
@@ -74,6 +76,7 @@ def validate_attention(
     page_table: torch.Tensor,
     source_map: torch.Tensor,
     store: PagedStore,
+    sm_scale: float,
     window: int,
     pages_per_split: int,
 ) -> None:
@@ -92,7 +95,12 @@ def validate_attention(
     _expect("positions", positions, (batch, new_tokens), torch.int32, k.device)
     _expect("lengths", lengths, (batch,), torch.int32, k.device)
     _expect("source_map", source_map, (batch, kv_heads, page_table.shape[1]), torch.int8, k.device)
-    if not isinstance(window, int) or window < 0:
-        raise ValueError(f"window must be 0 (none) or a positive int, got {window!r}")
-    if not isinstance(pages_per_split, int) or pages_per_split < 1:
-        raise ValueError(f"pages_per_split must be a positive int, got {pages_per_split!r}")
+    if not 0 < sm_scale < math.inf:
+        raise ValueError(f"sm_scale must be a positive finite number, got {sm_scale!r}")
+    _expect_int("window", window, 0)
+    _expect_int("pages_per_split", pages_per_split, 1)
+
+
+def _expect_int(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+        raise ValueError(f"{name} must be an int in [{least}, 2^31), got {value!r}")

@@ -85,31 +85,31 @@ def summarize(certificates: torch.Tensor, limits: torch.Tensor, num_kv_heads: in
     )
 
 
-def summarize_prefill(poisoned: torch.Tensor, counts: torch.Tensor, heads: int, limits: torch.Tensor) -> Summary:
-    """Summary of one layer's exact prefill: no certificate, but a row whose K or V is not finite is marked.
+def summarize_prefill(marked: torch.Tensor, counts: torch.Tensor, kv_heads: int, limits: torch.Tensor) -> Summary:
+    """Summary of one layer's exact prefill: no certificate, but heads that met a NaN or an Inf are marked.
 
     Args:
-        poisoned: bool [B, Hkv], the row's K or V held a NaN or an Inf.
+        marked: bool [B, H], no guarantee: the head's query, key, value or output was not finite.
         counts: int32 [B], tokens of the prompt.
-        heads: H.
+        kv_heads: Hkv.
         limits: as in :func:`summarize`.
     """
-    batch, kv_heads = poisoned.shape
-    bound = torch.where(poisoned, math.inf, 0.0).repeat_interleave(heads // kv_heads, 1)
+    batch, heads = marked.shape
+    bound = torch.where(marked, math.inf, 0.0)
     worst = bound.new_zeros(1, batch, heads, Field.COUNT)
     worst[0, :, :, Field.TV] = bound
     worst[0, :, :, Field.OUTPUT] = bound
     worst[0, :, :, Field.TOKENS] = counts[:, None].to(bound.dtype)
     flags = gate(worst, limits)
     flags = torch.where((flags & Flag.IDLE) == 0, flags | Flag.PREFILL, flags)
-    totals = torch.zeros(1, Count.COUNT, dtype=torch.int64, device=poisoned.device)
+    totals = torch.zeros(1, Count.COUNT, dtype=torch.int64, device=marked.device)
     totals[0, Count.NO_GUARANTEE] = bound.isinf().sum()
     totals[0, Count.PREFILL_TOKENS] = counts.sum()
     return Summary(
         totals,
-        torch.zeros(1, kv_heads, dtype=torch.int64, device=poisoned.device),
-        torch.zeros(1, MEASURED_COUNT, dtype=torch.float64, device=poisoned.device),
-        torch.zeros(1, MEASURED_COUNT, dtype=torch.float32, device=poisoned.device),
+        torch.zeros(1, kv_heads, dtype=torch.int64, device=marked.device),
+        torch.zeros(1, MEASURED_COUNT, dtype=torch.float64, device=marked.device),
+        torch.zeros(1, MEASURED_COUNT, dtype=torch.float32, device=marked.device),
         worst,
         flags,
     )

@@ -367,3 +367,24 @@ def run_rounding_ties(operators: Operators | None = None, device: torch.device |
     q[..., 0] = math.log(0.5 * (1 + 2.0**-8 - 2.0**-16))
     # The fresh token is far below the others, so that code pages hold all of the mass.
     return harness.check(harness.forward(q, *tokens(1, 50.0)), one_hot=True)
+
+
+def run_constant_pages(seed: int, operators: Operators | None = None, device: torch.device | str = "cpu") -> Soundness:
+    """Eight reads of keys that are constant in a page and hundreds away from zero, with scores that nearly cancel.
+
+    Nothing is quantized: all of the error is that of q . zero, which a certificate without a term for it would miss.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    page_size, dim, pages = 16, 64, 18
+    shape = StoreShape(1, pages + 1, 1, page_size, dim, torch.float32)
+    harness = CacheHarness(shape, sm_scale=1.0, operators=operators, device=device)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=generator.device)
+
+    centre = normal(1, 1, 1, dim) * 300
+    k = centre + normal(1, 1, pages, dim).repeat_interleave(page_size, 2) * 0.02
+    valid = torch.ones(1, pages * page_size, dtype=torch.bool, device=generator.device)
+    harness.write(k, one_hot_values(harness.place(valid)[0], 1, dim, torch.float32), valid)
+    v = one_hot_values(harness.place(valid[:, :1])[0], 1, dim, torch.float32)
+    return harness.check(harness.forward(normal(1, 8, 1, dim) * 10, centre, v, valid[:, :1]), one_hot=True)

@@ -172,6 +172,8 @@ def attend_kernel(
     ROWS: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
+    record_plane = record_plane.to(tl.int64)
+    statistic_plane = statistic_plane.to(tl.int64)
     pid = tl.program_id(0)
     if EXACT:
         split = code_splits
@@ -198,6 +200,8 @@ def attend_kernel(
     scaled_q = scaled_q.to(tl.float32) * scale_log2
     magnitude = tl.maximum(tl.abs(scaled_q), NORM_FLOOR)
     q_norm = tl.sqrt(tl.sum(magnitude * magnitude, 0)) * (1.0 + NOTE_RELATIVE) * LN_2
+    # Asked of every channel, because a maximum drops a NaN.
+    q_is_finite = tl.min(is_finite(scaled_q).to(tl.int32), 0) > 0
 
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -254,7 +258,7 @@ def attend_kernel(
             maximum, reference, top, weights, total, accumulator = _advance(maximum, total, accumulator, scores)
             total += tl.sum(weights, 0)
             accumulator += tl.dot(tl.trans(values), weights, input_precision="ieee")
-        radius = q_norm * key_norm * exact_dot + score_steps
+        radius = tl.where(q_is_finite, q_norm * key_norm * exact_dot + score_steps, float("inf"))
         record = scratch * (pages_per_row + 1) + pages_per_row
         tl.store(records + _RECORD_REFERENCE * record_plane + record, maximum, mask=is_query)
         tl.store(records + _RECORD_MASS * record_plane + record, total, mask=is_query)
@@ -285,9 +289,9 @@ def attend_kernel(
             total += mass
 
             value_scale = tl.load(v_scale + block * PAGE_SIZE + token).to(tl.float32)
-            scaled = _as_operand(weights * value_scale[:, None], OPERAND)
+            scaled = weights * value_scale[:, None]
             values = tl.load(v_codes + block * PAGE_SIZE * HEAD_DIM + channel[:, None] * PAGE_SIZE + token[None, :])
-            accumulator += _product(values.to(OPERAND), scaled, OPERAND)
+            accumulator += _product(values.to(OPERAND), _as_operand(scaled, OPERAND), OPERAND)
 
             notes = page_notes + block * _NOTES
             radius = tl.minimum(
@@ -299,12 +303,12 @@ def attend_kernel(
             )
             radius = radius * _RADIUS_RELATIVE + 127.0 * LN_2 * step * code_step + LN_2 * centre * code_zero
             radius = tl.where(is_finite(tl.load(notes + _KEY_NORM)), radius + score_steps, float("inf"))
+            radius = tl.where(q_is_finite, radius, float("inf"))
 
             record = scratch * (pages_per_row + 1) + page
             tl.store(records + _RECORD_REFERENCE * record_plane + record, reference, mask=is_query)
             tl.store(records + _RECORD_MASS * record_plane + record, mass, mask=is_query)
-            scaled_mass = tl.sum(scaled.to(tl.float32), 0)
-            tl.store(records + _RECORD_SCALED_MASS * record_plane + record, scaled_mass, mask=is_query)
+            tl.store(records + _RECORD_SCALED_MASS * record_plane + record, tl.sum(scaled, 0), mask=is_query)
             tl.store(records + _RECORD_TOP * record_plane + record, top, mask=is_query)
             tl.store(records + _RECORD_RADIUS * record_plane + record, radius, mask=is_query)
 

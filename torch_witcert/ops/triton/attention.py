@@ -15,6 +15,11 @@ SCRATCH_BYTES = 128 * 2**20
 LOG2_E = 1.4426950408889634
 
 
+def allocate_scratch(*shape: int, device: torch.device) -> torch.Tensor:
+    """Uninitialized float32 scratch of one launch."""
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
 def certified_attention_triton(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -54,11 +59,11 @@ def certified_attention_triton(
     chunk = max(1, min(new_tokens, SCRATCH_BYTES // row_bytes))
     blocks = -(-chunk * group // QUERY_ROWS)
     rows = blocks * QUERY_ROWS
-    scratch = {"dtype": torch.float32, "device": q.device}
-    records = torch.empty(RECORDS, batch * kv_heads, rows, pages_per_row + 1, **scratch)
-    statistics = torch.empty(STATISTICS, batch * kv_heads, rows, code_splits + 1, **scratch)
-    accumulators = torch.empty(batch * kv_heads, rows, code_splits + 1, head_dim, **scratch)
-    exact_norms = torch.empty(batch * kv_heads, rows, **scratch)
+    row_heads = batch * kv_heads
+    records = allocate_scratch(RECORDS, row_heads, rows, pages_per_row + 1, device=q.device)
+    statistics = allocate_scratch(STATISTICS, row_heads, rows, code_splits + 1, device=q.device)
+    accumulators = allocate_scratch(row_heads, rows, code_splits + 1, head_dim, device=q.device)
+    exact_norms = allocate_scratch(row_heads, rows, device=q.device)
     # Run-time numbers, so that a cache of another capacity needs no other build.
     capacity = (pages_per_row, pages_per_split, code_splits)
     geometry = {

@@ -108,6 +108,8 @@ def merge_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    record_plane = record_plane.to(tl.int64)
+    statistic_plane = statistic_plane.to(tl.int64)
     pid = tl.program_id(0)
     query = pid % (chunk_tokens * GROUP)
     row_head = (pid // (chunk_tokens * GROUP)).to(tl.int64)

@@ -17,10 +17,10 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def round_to_bfloat16(x):
-    """Nearest bfloat16 (ties to even) as float32. In integers, because the interpreter truncates."""
+    """Nearest bfloat16 (ties to even) as float32, NaN for NaN. In integers, because the interpreter truncates."""
     bits = x.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return bits.to(tl.float32, bitcast=True)
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # noqa: PLR0124
 
 
 @triton.jit
