@@ -32,6 +32,11 @@ def compile_config(device: torch.device) -> CompileConfig:
     return config
 
 
+def _graphs() -> int:
+    """Graphs that torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -64,6 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         f"eager               {seconds:6.1f} s, largest bound of the last forward {eager_bounds.max():.4f}", flush=True
     )
+    before = _graphs()
     compiled = {"compile_config": compile_config(model.device)}
     for name in ("compiled, first run", "compiled, again"):
         tokens, bounds, seconds = generate(**compiled)
@@ -71,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     agree = int((tokens == eager_tokens).sum())
     difference = float((bounds - eager_bounds).abs().max())
     print(f"tokens equal to eager: {agree} of {len(tokens)}; largest difference of a bound: {difference:.2e}")
-    print(f"graphs compiled: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
+    print(f"graphs compiled: {_graphs() - before}")
     print(prompted.tokenizer.decode(tokens, skip_special_tokens=True))
 
 

@@ -59,7 +59,10 @@ def describe_devices() -> list[str]:
         return [f"no CUDA device that torch {torch.__version__} can use (built for CUDA: {torch.version.cuda or 'no'})"]
     lines = []
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
+        try:
+            properties = torch.cuda.get_device_properties(index)
+        except RuntimeError as error:  # torch sets CUDA up here, and for that needs what may be missing
+            return [f"CUDA cannot be used: {str(error).splitlines()[0]}"]
         lines.append(
             f"cuda:{index} {properties.name}, compute capability {properties.major}.{properties.minor}, "
             f"{properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"

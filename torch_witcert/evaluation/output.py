@@ -107,7 +107,7 @@ def quiet_libraries() -> None:
 
 def versions() -> dict[str, str]:
     """Versions and device that a figure was measured with."""
-    found = {name: metadata.version(name) for name in ("torch", "transformers")}
+    found = {"torch": torch.__version__, "transformers": metadata.version("transformers")}
     if torch.cuda.is_available():
         found |= {"triton": metadata.version("triton"), "gpu": torch.cuda.get_device_name()}
     return found
