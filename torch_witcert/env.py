@@ -61,7 +61,7 @@ def describe_devices() -> list[str]:
     for index in range(torch.cuda.device_count()):
         try:
             properties = torch.cuda.get_device_properties(index)
-        except RuntimeError as error:  # torch sets CUDA up here, and for that needs what may be missing
+        except Exception as error:  # noqa: BLE001  setting up CUDA passes on whatever it meets
             return [f"CUDA cannot be used: {str(error).splitlines()[0]}"]
         lines.append(
             f"cuda:{index} {properties.name}, compute capability {properties.major}.{properties.minor}, "
