@@ -465,7 +465,7 @@ def test_certificates_and_telemetry_say_what_they_take():
         torch_witcert.certificates(model)
     with pytest.raises(ValueError, match="has not generated"):
         torch_witcert.telemetry(model)
-    with pytest.raises(ValueError, match=r"torch_witcert.convert\(model\): call that first, or pass the cache"):
+    with pytest.raises(ValueError, match=r"call torch_witcert.convert\(model\) on the plain model"):
         torch_witcert.telemetry(tiny_model())
 
 

@@ -422,3 +422,53 @@ def test_quantized_weights_and_cache_compose_in_either_order():
         outputs.append([forward(model, ids, cache), forward(model, prompt(1), cache)])
     for other in outputs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda wrong: torch_witcert.convert(wrong),
+        lambda wrong: torch_witcert.restore(wrong),
+        lambda wrong: torch_witcert.report(wrong),
+        lambda wrong: torch_witcert.telemetry(wrong),
+        lambda wrong: torch_witcert.last_cache(wrong),
+        lambda wrong: torch_witcert.CertifiedCache(wrong, 100),
+        lambda wrong: torch_witcert.CertifiedCache.capacity(wrong, 10**9),
+    ],
+)
+@pytest.mark.parametrize("wrong", [None, "model", 3])
+def test_what_is_no_model_is_named(call, wrong):
+    with pytest.raises(TypeError, match=f"model must be a transformers.PreTrainedModel, got {type(wrong).__name__}"):
+        call(wrong)
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"config": torch_witcert.CertifiedInt8Config}, "got the class CertifiedInt8Config: call it"),
+        ({"config": {"page_size": 16}}, "config must be a CertifiedInt8Config, got dict"),
+        ({"filter_fn": "layers.0"}, "filter_fn must be a function"),
+        ({"strict": "no"}, "strict must be True or False, got 'no'"),
+    ],
+)
+def test_wrong_types_are_refused(arguments, message):
+    model = tiny_model()
+    before = snapshot(model)
+    with pytest.raises(TypeError, match=message):
+        torch_witcert.convert(model, **arguments)
+    assert snapshot(model) == before
+
+
+def test_where_nothing_can_be_converted_the_reason_is_given_once():
+    with pytest.raises(ValueError, match="2 modules, model.layers.0.self_attn to .*: head_dim must be one of") as error:
+        torch_witcert.convert(tiny_model(head_dim=80))
+    assert "strict=False" not in str(error.value)
+
+
+def test_each_generate_counts_anew():
+    model, ids = converted(), prompt(70)
+    counts = []
+    for _ in range(2):
+        greedy(model, ids, 5)
+        counts.append(torch_witcert.telemetry(model).total("reads"))
+    assert counts[0] == counts[1] > 0

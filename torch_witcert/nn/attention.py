@@ -104,8 +104,9 @@ class CertifiedAttention(nn.Module):
         elif self.certified_config.foreign_cache == "refuse":
             raise ValueError(
                 f"{CACHE_ARGUMENT} is a {type(cache).__name__}, which a converted model does not read: pass a "
-                "torch_witcert.CertifiedCache(model, max_length, batch_size), or use_cache=False for a forward without a "
-                'cache; or convert with CertifiedInt8Config(foreign_cache="dense")'
+                "torch_witcert.CertifiedCache(model, max_length, batch_size); or use_cache=False for a forward without a cache "
+                "(where none was passed, transformers made this one because use_cache is on); or convert with "
+                'CertifiedInt8Config(foreign_cache="dense")'
             )
         return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
 

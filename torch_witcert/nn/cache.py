@@ -211,6 +211,8 @@ def _converted_modules(model: PreTrainedModel) -> tuple[list[Any], CertifiedInt8
 
 def _modules(model: PreTrainedModel, config: CertifiedInt8Config | None) -> tuple[list[Any], CertifiedInt8Config]:
     """Attention modules in layer order, and the recipe they have, or else are to get."""
+    if config is not None and not isinstance(config, CertifiedInt8Config):
+        raise TypeError(f"config must be a CertifiedInt8Config or None, got {type(config).__name__}")
     modules = [module for _, module in attention_modules(model)]
     recipes = {module.certified_config for module in modules if hasattr(module, "certified_config")}
     if len(recipes) > 1:
@@ -238,4 +240,5 @@ def _nbytes(tensors: tuple[torch.Tensor, ...]) -> int:
 
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive int, got {value!r}")
+        found = repr(value) if isinstance(value, int | float | str) else type(value).__name__
+        raise ValueError(f"{name} must be a positive int, got {found}")

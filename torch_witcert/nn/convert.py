@@ -49,7 +49,12 @@ def convert(
     check_versions()
     config = CertifiedInt8Config() if config is None else config
     if not isinstance(config, CertifiedInt8Config):
-        raise TypeError(f"config must be a CertifiedInt8Config, got {type(config).__name__}")
+        found = f"the class {config.__name__}: call it" if isinstance(config, type) else type(config).__name__
+        raise TypeError(f"config must be a CertifiedInt8Config, got {found}")
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn must be a function of (module, name) or None, got {type(filter_fn).__name__}")
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict must be True or False, got {strict!r}")
     _check_model(model)
     chosen, left_dense = [], {}
     for name, module in attention_modules(model):
@@ -58,14 +63,13 @@ def convert(
             left_dense[name] = reason
         else:
             chosen.append(name)
-    if strict and left_dense:
-        listed = "; ".join(f"{name}: {reason}" for name, reason in left_dense.items())
-        raise ValueError(
-            f"strict=True refuses to leave attention modules dense: {listed}. Pass strict=False to allow it"
-        )
     if not chosen:
         raise ValueError(
-            f"no attention module of model ({type(model).__name__}) was chosen by filter_fn or can be converted"
+            f"no attention module of model ({type(model).__name__}) can be converted: {_by_reason(left_dense)}"
+        )
+    if strict and left_dense:
+        raise ValueError(
+            f"strict=True refuses to leave attention modules dense: {_by_reason(left_dense)}. Pass strict=False to allow it"
         )
     replaced = [(name, certify_module(model.get_submodule(name), config, adopt=False)) for name in chosen]
     for name, module in replaced:
@@ -89,7 +93,10 @@ def certify_module(module: nn.Module, config: CertifiedInt8Config, adopt: bool =
         ValueError: the module cannot be converted, with the reason.
     """
     if reason := _why_not(module):
-        raise ValueError(f"module {type(module).__name__} cannot be converted: {reason}")
+        raise ValueError(
+            f"module {type(module).__name__} cannot be converted: {reason}. With torchao's quantize_ pass a filter_fn that chooses "
+            "attention modules, or use torch_witcert.convert(model)"
+        )
     certified = CERTIFIED_CLASSES[type(module)].replacing(module, config)
     if adopt:
         check_versions()
@@ -102,8 +109,9 @@ def restore(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: the model is not converted.
+        TypeError: `model` is no model of transformers.
     """
-    certified = [(name, module) for name, module in model.named_modules() if isinstance(module, CertifiedAttention)]
+    certified = [(name, module) for name, module in attention_modules(model) if isinstance(module, CertifiedAttention)]
     if not certified:
         raise ValueError(f"model ({type(model).__name__}) is not converted: there is nothing to restore")
     for name, module in certified:
@@ -115,6 +123,17 @@ def restore(model: nn.Module) -> nn.Module:
     for attribute in (LEFT_DENSE, "_prepare_cache_for_generation", "_compiled_call", "_last_compile_config"):
         model.__dict__.pop(attribute, None)
     return model
+
+
+def _by_reason(left_dense: dict[str, str]) -> str:
+    """Names of modules, listed once for each reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in left_dense.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(
+        f"{found[0] if len(found) == 1 else f'{len(found)} modules, {found[0]} to {found[-1]}'}: {reason}"
+        for reason, found in names.items()
+    )
 
 
 def _adopt(config) -> None:

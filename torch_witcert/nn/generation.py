@@ -20,7 +20,7 @@ class CachePreparation:
     """Stands in for `model._prepare_cache_for_generation`: `generate()` calls it before any work starts.
 
     Without a cache of the user's it makes a :class:`CertifiedCache` for the batch and the longest sequence. The next call
-    of the same shape resets and reuses it, so that compiled and captured graphs keep their addresses; a call with
+    of the same shape resets and reuses it, counters included, so that compiled and captured graphs keep their addresses; a call with
     `return_dict_in_generate=True` hands its cache out and therefore gets one of its own.
 
     Args:
@@ -87,6 +87,7 @@ class CachePreparation:
             return CertifiedCache(self.model, max_length, rows)
         if self.own is not None and _fits(self.own, self.model, max_length, rows):
             self.own.reset()
+            self.own.state.counters.reset()
             return self.own
         self.own = None  # freed before the next one is allocated
         self.own = CertifiedCache(self.model, max_length, rows)
@@ -119,11 +120,13 @@ def last_cache(model: PreTrainedModel) -> CertifiedCache:
     Raises:
         ValueError: the model is not converted by `convert`, has not generated yet, or the cache is gone.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     preparation = model.__dict__.get("_prepare_cache_for_generation")
     if preparation is None:
         raise ValueError(
-            f"generate() of model ({type(model).__name__}) keeps no CertifiedCache because it is not converted by "
-            "torch_witcert.convert(model): call that first, or pass the cache itself"
+            f"generate() of model ({type(model).__name__}) keeps no CertifiedCache because it is not converted, or by torchao's "
+            "quantize_ alone: call torch_witcert.convert(model) on the plain model, or use the cache that you passed"
         )
     cache = preparation.last() if preparation.last is not None else None
     if cache is None:

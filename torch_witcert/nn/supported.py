@@ -17,6 +17,12 @@ MODEL_TYPES = ("llama", "qwen2", "mistral")
 
 
 def attention_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:
-    """Attention modules of a model with their names, in the order of `layer_idx`: certified, convertible or left dense."""
+    """Attention modules of a model with their names, in the order of `layer_idx`: certified, convertible or left dense.
+
+    Raises:
+        TypeError: `model` is no model of transformers.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, ATTENTION_CLASSES)]
     return sorted(found, key=lambda item: item[1].layer_idx)

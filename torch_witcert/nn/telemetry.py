@@ -43,6 +43,8 @@ def certificates(cache: CertifiedCache) -> Certificates:
 def telemetry(model_or_cache: PreTrainedModel | CertifiedCache, reset: bool = False) -> Telemetry:
     """Counters since the cache was made, or since they were last reset; copies them to the host, which synchronizes.
 
+    Each `generate()` that makes its own cache starts counting anew; a cache of your own counts until `reset=True`.
+
     Args:
         model_or_cache: a cache; or a converted model, and then the cache that its last `generate()` used.
         reset: start counting anew.
