@@ -17,6 +17,7 @@ import torch
 from transformers import CompileConfig
 
 import torch_witcert
+from torch_witcert.evaluation.arguments import whole_number
 from torch_witcert.evaluation.output import quiet_libraries
 from torch_witcert.evaluation.prompts import add_model_arguments, load_with_prompt
 
@@ -41,7 +42,9 @@ def _graphs() -> int:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--toy", action="store_true", help="a tiny random model: no download")
-    parser.add_argument("--new-tokens", type=int, default=32, help="tokens to generate (default: %(default)s)")
+    parser.add_argument(
+        "--new-tokens", type=whole_number(1), default=32, help="tokens to generate (default: %(default)s)"
+    )
     add_model_arguments(parser)
     options = parser.parse_args(arguments)
     quiet_libraries()

@@ -17,6 +17,8 @@ import torch
 from transformers import TextStreamer
 
 import torch_witcert
+from torch_witcert.config import PAGE_SIZES
+from torch_witcert.evaluation.arguments import fraction, whole_number
 from torch_witcert.evaluation.audit import Audit
 from torch_witcert.evaluation.heatmap import write_heat_map
 from torch_witcert.evaluation.memory import allocated_bytes, dense_cache
@@ -79,9 +81,13 @@ def print_audit(audit: Audit) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--toy", action="store_true", help="a tiny random model: no download, seconds")
-    parser.add_argument("--new-tokens", type=int, default=96, help="tokens to generate at most (default: %(default)s)")
-    parser.add_argument("--page-size", type=int, default=64, help="tokens in a page (default: %(default)s)")
-    parser.add_argument("--tau", type=float, default=0.2, help="limit on total variation (default: %(default)s)")
+    parser.add_argument(
+        "--new-tokens", type=whole_number(2), default=96, help="tokens to generate at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--page-size", type=int, choices=PAGE_SIZES, default=64, help="tokens in a page (default: %(default)s)"
+    )
+    parser.add_argument("--tau", type=fraction, default=0.2, help="limit on total variation (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the heat map (default: %(default)s)")
     add_model_arguments(parser)
     add_threads_argument(parser)

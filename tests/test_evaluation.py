@@ -302,3 +302,20 @@ def test_smollm2_is_faithful_token_by_token(capsys):
     for bounded in ("total_variation", "output"):
         assert result[bounded]["reads"] == 16 * 30 * 9 and result[bounded]["violations"] == 0
     assert "tokens read as codes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["soundness", "--reads", "0"], "must be a whole number of at least 1, got '0'"),
+        (["fidelity", "--steps", "0"], "must be a whole number of at least 1, got '0'"),
+        (["coverage", "--tau", "5"], "must be a number above 0 and at most 1, got '5'"),
+        (["fidelity", "--device", "nowhere"], "'nowhere' cannot be used here"),
+        (["fidelity", "--page-size", "48"], "invalid choice: 48"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

@@ -15,6 +15,7 @@ from ..ops.certificate import Groups, TotalVariationBounds, code_radius, total_v
 from ..ops.quantize import dequantize_keys, quantize_page
 from ..ops.storage import PAGE_SIZES
 from . import smollm2
+from .arguments import fraction, whole_number
 from .capture import AttentionInputs, captured_attention
 from .output import print_table, write_json
 from .statistics import TAU, BoundFigures, bound_figures
@@ -79,12 +80,16 @@ def measure_coverage(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=4096, help="context length, a multiple of the page sizes (4096)")
-    parser.add_argument("--last", type=int, default=32, help="query positions at the end that are measured (32)")
+    parser.add_argument(
+        "--tokens", type=whole_number(128), default=4096, help="context length, a multiple of the page sizes (4096)"
+    )
+    parser.add_argument(
+        "--last", type=whole_number(1), default=32, help="query positions at the end that are measured (32)"
+    )
     parser.add_argument(
         "--page-sizes", type=int, nargs="+", default=[16, 64, 128], choices=PAGE_SIZES, help="P (16 64 128)"
     )
-    parser.add_argument("--tau", type=float, default=TAU, help="limit that coverage counts against (0.2)")
+    parser.add_argument("--tau", type=fraction, default=TAU, help="limit that coverage counts against (0.2)")
 
 
 @torch.no_grad()

@@ -16,7 +16,9 @@ import torch
 
 import torch_witcert
 
+from ..config import PAGE_SIZES
 from . import smollm2
+from .arguments import fraction, whole_number
 from .audit import Audit
 from .forward import next_logits
 from .output import print_table, progress, write_json
@@ -120,15 +122,17 @@ def measure_fidelity(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_threads_argument(parser)
-    parser.add_argument("--prefill", type=int, default=2048, help="tokens of the first forward, not measured (2048)")
     parser.add_argument(
-        "--steps", type=int, default=256, help="one-token forwards (256; 2048 for the figures on a GPU)"
+        "--prefill", type=whole_number(1), default=2048, help="tokens of the first forward, not measured (2048)"
     )
-    parser.add_argument("--page-size", type=int, default=64, help="tokens in a page (64)")
-    parser.add_argument("--tau", type=float, default=TAU, help="the gate's limit on total variation (0.2)")
+    parser.add_argument(
+        "--steps", type=whole_number(1), default=256, help="one-token forwards (256; 2048 for the figures on a GPU)"
+    )
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=64, help="tokens in a page (64)")
+    parser.add_argument("--tau", type=fraction, default=TAU, help="the gate's limit on total variation (0.2)")
     parser.add_argument(
         "--check-every",
-        type=int,
+        type=whole_number(0),
         default=16,
         help="check every read's bound against float64 at each such step (16; 0 never)",
     )

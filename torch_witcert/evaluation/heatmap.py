@@ -39,9 +39,11 @@ def write_heat_map(bounds: torch.Tensor, kv_heads: int, path: str | Path, title:
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2, sharey=True)
     for axis, (name, panel) in zip(axes, panels.items(), strict=True):
-        image = axis.imshow(panel.numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=top, interpolation="nearest")
+        image = axis.imshow(
+            panel.numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=max(top, tau), interpolation="nearest"
+        )
         axis.set_title(f"{name} over {values.shape[0]} tokens", fontsize=10)
-        axis.set_xlabel("query head (lines part KV heads)")
+        axis.set_xlabel("query head (white lines separate KV heads)")
         axis.set_xticks(range(0, heads, -(-heads // 16)))
         axis.set_yticks(range(0, layers, -(-layers // 16)))
         for edge in range(1, kv_heads):

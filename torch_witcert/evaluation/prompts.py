@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from . import smollm2, toy
+from .arguments import device as usable_device
+from .arguments import whole_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,12 +31,14 @@ class Prompted(NamedTuple):
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help="(default: %(default)s)")
+    parser.add_argument("--device", type=usable_device, default=default, help="(default: %(default)s)")
 
 
 def add_threads_argument(parser: argparse.ArgumentParser) -> None:
     """For programs that decode: a step is thousands of small operators, which threads slow down where cores are shared."""
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=whole_number(1), default=1, help="CPU threads of torch (default: %(default)s)"
+    )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

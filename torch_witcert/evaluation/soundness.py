@@ -18,6 +18,7 @@ from ..ops.storage import MODEL_DTYPES
 from ..testing.generators import KEY_KINDS, Scenario
 from ..testing.harness import Soundness
 from ..testing.harness import run as run_scenario
+from .arguments import whole_number
 from .output import print_table, write_json
 
 LONG = 2048
@@ -97,14 +98,18 @@ def measure_soundness(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--reads", type=float, default=1e5, help="head reads to check (1e5; 1e7 on a GPU)")
-    parser.add_argument("--batch-size", type=int, default=16, help="rows of each cache (16)")
-    parser.add_argument("--divide", type=int, default=1, help="divide cached tokens and pages, for a small run (1)")
+    parser.add_argument(
+        "--reads", type=whole_number(1), default=100_000, help="head reads to check (1e5; 1e7 on a GPU)"
+    )
+    parser.add_argument("--batch-size", type=whole_number(1), default=16, help="rows of each cache (16)")
+    parser.add_argument(
+        "--divide", type=whole_number(1), default=1, help="divide cached tokens and pages, for a small run (1)"
+    )
 
 
 def run(options: argparse.Namespace) -> dict:
     """Run the command; returns what it printed, as data."""
-    classes = measure_soundness(int(options.reads), options.device, options.batch_size, options.divide)
+    classes = measure_soundness(options.reads, options.device, options.batch_size, options.divide)
     print_table(
         ["reads", "count", "bounded", "TV observed", "as codes", "TV violations", "output violations"],
         [
