@@ -47,9 +47,23 @@ class PagedStore(NamedTuple):
     def page_size(self) -> int:
         return self.k_codes.shape[2]
 
-    def bytes_by_part(self) -> dict[str, int]:
-        """Bytes that torch allocated for each tensor."""
-        return {name: tensor.untyped_storage().nbytes() for name, tensor in self._asdict().items()}
+
+def tensor_shapes(
+    num_pages: int, batch_size: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor of a :class:`PagedStore`: a pool of any number of pages, a tail for each row."""
+    pool = (num_pages, num_kv_heads)
+    tail = (batch_size, num_kv_heads, 2 * page_size, head_dim)
+    return {
+        "k_codes": ((*pool, page_size, head_dim), torch.int8),
+        "k_scale": ((*pool, head_dim), torch.bfloat16),
+        "k_zero": ((*pool, head_dim), dtype),
+        "v_codes": ((*pool, head_dim, page_size), torch.int8),
+        "v_scale": ((*pool, page_size, 1), torch.bfloat16),
+        "page_notes": ((*pool, Note.COUNT), torch.float32),
+        "k_tail": (tail, dtype),
+        "v_tail": (tail, dtype),
+    }
 
 
 @dataclass(frozen=True)
@@ -88,18 +102,9 @@ class StoreShape:
 
     def tensor_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor of a :class:`PagedStore`."""
-        pages, heads, size, dim = self.num_pages, self.num_kv_heads, self.page_size, self.head_dim
-        tail = (self.batch_size, heads, 2 * size, dim)
-        return {
-            "k_codes": ((pages, heads, size, dim), torch.int8),
-            "k_scale": ((pages, heads, dim), torch.bfloat16),
-            "k_zero": ((pages, heads, dim), self.dtype),
-            "v_codes": ((pages, heads, dim, size), torch.int8),
-            "v_scale": ((pages, heads, size, 1), torch.bfloat16),
-            "page_notes": ((pages, heads, Note.COUNT), torch.float32),
-            "k_tail": (tail, self.dtype),
-            "v_tail": (tail, self.dtype),
-        }
+        return tensor_shapes(
+            self.num_pages, self.batch_size, self.num_kv_heads, self.page_size, self.head_dim, self.dtype
+        )
 
     def nbytes(self) -> int:
         """Bytes of one layer's store, exactly what :meth:`allocate` allocates."""

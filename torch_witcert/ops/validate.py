@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .storage import HEAD_DIMS, MODEL_DTYPES, PAGE_SIZES, Note, PagedStore
+from .storage import HEAD_DIMS, MODEL_DTYPES, PAGE_SIZES, PagedStore, tensor_shapes
 
 
 def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -27,27 +27,16 @@ def validate_store(k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, s
         raise NotImplementedError(f"dtype of k must be one of {MODEL_DTYPES}, got {k.dtype}")
     if dim not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim must be one of {HEAD_DIMS}, got {dim}")
-    pages, size, ring = store.k_codes.shape[0], store.k_codes.shape[2], store.k_tail.shape[2]
+    pages, size = store.k_codes.shape[0], store.k_codes.shape[2]
     if size not in PAGE_SIZES:
         raise NotImplementedError(f"page size (dimension 2 of k_codes) must be one of {PAGE_SIZES}, got {size}")
     _expect("v", v, (batch, heads, new_tokens, dim), k.dtype, k.device)
     _expect("page_table", page_table, (batch, page_table.shape[-1]), torch.int32, k.device)
-    expected = {
-        "k_codes": ((pages, heads, size, dim), torch.int8),
-        "k_scale": ((pages, heads, dim), torch.bfloat16),
-        "k_zero": ((pages, heads, dim), k.dtype),
-        "v_codes": ((pages, heads, dim, size), torch.int8),
-        "v_scale": ((pages, heads, size, 1), torch.bfloat16),
-        "page_notes": ((pages, heads, Note.COUNT), torch.float32),
-        "k_tail": ((batch, heads, 2 * size, dim), k.dtype),
-        "v_tail": ((batch, heads, 2 * size, dim), k.dtype),
-    }
-    for name, (shape, dtype) in expected.items():
-        _expect(name, getattr(store, name), shape, dtype, k.device)
-        if name not in ("k_tail", "v_tail") and not getattr(store, name).is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {getattr(store, name).stride()}")
-    if store.k_tail.shape[2] != ring or not (store.k_tail.is_contiguous() and store.v_tail.is_contiguous()):
-        raise ValueError("k_tail and v_tail must be contiguous")
+    for name, (shape, dtype) in tensor_shapes(pages, batch, heads, size, dim, k.dtype).items():
+        tensor = getattr(store, name)
+        _expect(name, tensor, shape, dtype, k.device)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
 def validate_write(

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from .. import arithmetic as ar
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 NORM_FLOOR = tl.constexpr(ar.NORM_FLOOR)
 NORM_ABSOLUTE = tl.constexpr(ar.NORM_ABSOLUTE)
