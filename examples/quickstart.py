@@ -2,6 +2,7 @@
 
     python examples/quickstart.py            SmolLM2-135M-Instruct reads this project's licence and answers a question
     python examples/quickstart.py --toy      a tiny random Llama, without any download
+    python examples/quickstart.py --recipe witcert      the WitCert paper's recipe: dithered codes, probabilistic bounds
 
 `make demo` sets everything up and runs this file.
 """
@@ -25,6 +26,7 @@ from torch_witcert.evaluation.memory import allocated_bytes, dense_cache
 from torch_witcert.evaluation.output import prefill_progress, print_table, quiet_libraries
 from torch_witcert.evaluation.prompts import add_model_arguments, add_threads_argument, load_with_prompt
 
+RECIPES = {"int8": torch_witcert.CertifiedInt8Config, "witcert": torch_witcert.WitCertConfig}
 LICENSE = Path(__file__).resolve().parent.parent / "LICENSE"
 #: Context at which the memory is measured besides that of the run.
 LONG_CONTEXT = 8192
@@ -81,6 +83,7 @@ def print_audit(audit: Audit) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--toy", action="store_true", help="a tiny random model: no download, seconds")
+    parser.add_argument("--recipe", choices=RECIPES, default="int8", help="how keys and values are stored (int8)")
     parser.add_argument(
         "--new-tokens", type=whole_number(2), default=96, help="tokens to generate at most (default: %(default)s)"
     )
@@ -100,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     prompted = load_with_prompt(options, LICENSE, options.toy)
     length = prompted.input_ids.shape[1]
 
-    config = torch_witcert.CertifiedInt8Config(page_size=options.page_size, tau=options.tau)
+    config = RECIPES[options.recipe](page_size=options.page_size, tau=options.tau)
     model = torch_witcert.convert(prompted.model, config)
     print(f"{prompted.name}, {model.dtype} on {model.device}: prompt of {length} tokens", flush=True)
 

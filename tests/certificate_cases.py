@@ -8,11 +8,12 @@ import torch
 
 from torch_witcert.ops.arithmetic import Arithmetic
 from torch_witcert.ops.certificate import Groups
+from torch_witcert.ops.formats import DEFAULT
 from torch_witcert.testing.corners import corner_rounding, worst_output_distance, worst_total_variation
 
 WEIGHT_KINDS = ("uniform", "dirichlet", "vanishing", "dominated", "almost_one", "ties")
 RADIUS_KINDS = ("constant", "uniform", "spread", "tiny", "large", "massless_page")
-ARITHMETIC = Arithmetic.of(128, 64, 2048, 32, 1, torch.bfloat16)
+ARITHMETIC = Arithmetic.of(128, 64, 2048, 32, 1, torch.bfloat16, DEFAULT, softcap=0.0)
 
 
 class Case(NamedTuple):

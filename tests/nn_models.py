@@ -7,22 +7,54 @@ from dataclasses import dataclass
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 import torch_witcert
+from torch_witcert.config import Recipe
 from torch_witcert.nn.compatibility import CACHE_ARGUMENT
+from torch_witcert.nn.exact import Scores
+from torch_witcert.ops.dither import dither
 from torch_witcert.ops.quantize import dequantize_keys
+from torch_witcert.ops.storage import POOL_PARTS
 
 VOCABULARY = 97
 #: Small pages: a hundred tokens fill several.
 RECIPE = torch_witcert.CertifiedInt8Config(page_size=16)
+
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+}
+#: Small scores are not capped, large ones are; two small experts.
+FAMILY_OPTIONS = {
+    "gemma2": {
+        "attn_logit_softcapping": 4.0,
+        "query_pre_attn_scalar": 64,
+        "final_logit_softcapping": None,
+        "attn_implementation": "eager",
+    },
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "attn_implementation": "eager"},
+}
 
 
 def tiny_model(
@@ -37,7 +69,7 @@ def tiny_model(
     seed: int = 0,
     **options,
 ) -> PreTrainedModel:
-    """A random model in eval mode. `window` is for Mistral (every layer) and Qwen2 (every second layer).
+    """A random model in eval mode. `window` is for all families but Llama: every layer of Mistral and Phi3, else every second.
 
     Attention adds to the residual stream about as much as the embeddings are, and its scores stay moderate, so that greedy
     tokens depend on attention without hanging on its last digits.
@@ -56,25 +88,42 @@ def tiny_model(
         "bos_token_id": None,
         "eos_token_id": None,
         "initializer_range": 0.15,
+        **FAMILY_OPTIONS.get(family, {}),
         **options,
     }
-    if family == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**common))
-    elif family == "mistral":
-        model = MistralForCausalLM(MistralConfig(**common, sliding_window=window))
-    else:
-        sliding = {"use_sliding_window": window is not None, "sliding_window": window}
-        types = ["sliding_attention" if window and layer % 2 else "full_attention" for layer in range(layers)]
-        model = Qwen2ForCausalLM(Qwen2Config(**common, **sliding, layer_types=types))
+    if family in ("mistral", "phi3"):
+        common["sliding_window"] = window
+    elif family != "llama":
+        # Gemma2 and GptOss want a window even where no layer uses it.
+        unused = 4096 if family in FAMILY_OPTIONS else None
+        common |= {"use_sliding_window": window is not None, "sliding_window": window or unused}
+        common["layer_types"] = [
+            "sliding_attention" if window and layer % 2 else "full_attention" for layer in range(layers)
+        ]
+    config_class, model_class = CLASSES[family]
+    config = config_class(**common)
+    if family == "phi3":
+        config.head_dim = head_dim
+    model = model_class(config)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(0.3)
-            layer.self_attn.o_proj.weight.mul_(0.03)
-            layer.mlp.down_proj.weight.mul_(0.03)
+            attention = layer.self_attn
+            if family == "phi3":
+                attention.qkv_proj.weight[: heads * head_dim].mul_(0.3)
+            else:
+                (attention.q_norm if family == "qwen3" else attention.q_proj).weight.mul_(0.3)
+            attention.o_proj.weight.mul_(0.03)
+            down = layer.mlp.experts.down_proj if family == "gpt_oss" else layer.mlp.down_proj.weight
+            down.mul_(0.03)
+            if family == "gemma2":  # what it adds to the stream is normalised, then multiplied by 1 + weight
+                layer.post_attention_layernorm.weight.fill_(-0.7)
+                layer.post_feedforward_layernorm.weight.fill_(-0.7)
+            if family == "gpt_oss":
+                attention.sinks.copy_(torch.linspace(-1, 2, heads))
     return model.eval().to(dtype)
 
 
-def converted(*arguments, recipe: torch_witcert.CertifiedInt8Config = RECIPE, **options) -> PreTrainedModel:
+def converted(*arguments, recipe: Recipe = RECIPE, **options) -> PreTrainedModel:
     return torch_witcert.convert(tiny_model(*arguments, **options), recipe)
 
 
@@ -122,10 +171,10 @@ def decisive_prompt(model: PreTrainedModel, tokens: int, new_tokens: int, batch:
 
 
 def stored_codes(cache: torch_witcert.CertifiedCache, row: int) -> list[torch.Tensor]:
-    """Codes, scales, zeros and notes of a row's complete pages, layer by layer."""
+    """Everything that is stored of a row's complete pages, layer by layer."""
     complete = int(cache.lengths[row]) // cache.config.page_size
     pages = cache.state.page_table[row, :complete].long()
-    return [part[pages] for layer in cache.layers for part in layer.store[:6]]
+    return [part[pages] for layer in cache.layers for part in layer.store[: len(POOL_PARTS)] if part.numel()]
 
 
 @dataclass
@@ -137,8 +186,7 @@ class AttentionCall:
     k: torch.Tensor  # [B, Hkv, T, D]
     v: torch.Tensor
     valid: torch.Tensor | None  # bool [B, T]
-    scale: float
-    window: int
+    scores: Scores
     lengths: torch.Tensor  # [B], before the forward
     stored_keys: list[torch.Tensor]  # of each row: float64 [Hkv, S, D] as dequantized from its complete pages
     out: torch.Tensor  # [B, H, T, D]
@@ -149,11 +197,11 @@ def recorded_attention(cache: torch_witcert.CertifiedCache, run: Callable[[], ob
     calls = []
 
     def recording(layer):
-        def attend(q, k, v, valid, scale, window):
+        def attend(q, k, v, valid, scores):
             keys = [dequantized_keys(cache, layer, row) for row in range(q.shape[0])]
             lengths = cache.lengths.clone()
-            out = type(layer).attend(layer, q, k, v, valid, scale, window)
-            calls.append(AttentionCall(layer.index, q, k, v, valid, scale, window, lengths, keys, out))
+            out = type(layer).attend(layer, q, k, v, valid, scores)
+            calls.append(AttentionCall(layer.index, q, k, v, valid, scores, lengths, keys, out))
             return out
 
         return attend
@@ -172,5 +220,11 @@ def dequantized_keys(cache: torch_witcert.CertifiedCache, layer, row: int) -> to
     """float64 [Hkv, S, D]: what the complete pages of a row say the keys are."""
     complete = int(cache.lengths[row]) // cache.config.page_size
     pages = cache.state.page_table[row, :complete].long()
-    keys = dequantize_keys(*(part[pages] for part in layer.store[:3]))
+    store, store_format = layer.store, layer.shape.store_format
+    parts = (part[pages] if part.numel() else part for part in store[:4])
+    noise = None
+    if store_format.key.is_dithered:
+        size, dim = layer.shape.page_size, layer.shape.head_dim
+        noise = dither(store.page_keys[pages], layer.index, False, store_format.key.dither, size, dim)
+    keys = dequantize_keys(*parts, store_format, layer.outlier_channels, noise)
     return keys.transpose(0, 1).flatten(1, 2)

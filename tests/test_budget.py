@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_witcert.policy.budget import never_exhausted_budget, planned_budget, spend
+from torch_witcert.config import RiskBudget
+from torch_witcert.policy.budget import log_risk, never_exhausted_budget, planned_budget, spend
 
 LAYERS, HEADS, DELTA = 30, 9, 1e-2
 
@@ -66,3 +67,25 @@ def test_counts_that_are_no_positive_ints_are_refused(name, value):
     arguments = {"layers": LAYERS, "heads": HEADS, "horizon": 16} | {name: value}
     with pytest.raises(ValueError, match=name):
         planned_budget(DELTA, step=torch.ones(1, dtype=torch.int64), **arguments)
+
+
+@pytest.mark.parametrize("horizon", [None, 256])
+def test_log_risk_is_that_of_the_schedule(horizon):
+    step = torch.tensor([[1, 2, 256], [257, 10**6, 3]])
+    risk = log_risk(RiskBudget(DELTA, horizon), LAYERS, HEADS, step)
+    assert risk.dtype == torch.float32
+    share = (
+        never_exhausted_budget(DELTA, LAYERS, HEADS, step)
+        if horizon is None
+        else planned_budget(DELTA, LAYERS, HEADS, horizon, step)
+    )
+    assert torch.equal(risk.isinf(), share == 0)
+    assert share.count_nonzero() == (6 if horizon is None else 4)
+    spent = share > 0
+    torch.testing.assert_close(2 * torch.exp(-risk[spent].double()), share[spent], rtol=1e-5, atol=0)
+
+
+def test_a_budget_too_small_for_float64_is_spent():
+    """A share that underflows must become "nothing is left", never a small risk."""
+    risk = log_risk(RiskBudget(5e-324, 256), LAYERS, HEADS, torch.ones(1, dtype=torch.int64))
+    assert risk.tolist() == [float("inf")]

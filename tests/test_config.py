@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import subprocess
 import sys
@@ -8,10 +9,21 @@ import sys
 import pytest
 import torch
 
-from torch_witcert.config import FOREIGN_CACHE, PAGE_SIZES, TAU_FLOOR, CertifiedInt8Config, PolicyLimits
+from torch_witcert.config import (
+    DITHERS,
+    FOREIGN_CACHE,
+    TAU_FLOOR,
+    CertifiedInt8Config,
+    PolicyLimits,
+    Recipe,
+    RiskBudget,
+    WitCertConfig,
+)
 from torch_witcert.ops import storage
 from torch_witcert.ops.arithmetic import Arithmetic
 from torch_witcert.ops.certificate import Field, Groups, Read, certify
+from torch_witcert.ops.formats import DEFAULT, KEY_ELEMENTS, KEY_SCALINGS, VALUE_ELEMENTS, KeyFormat, StoreFormat
+from torch_witcert.ops.formats import ValueFormat as Values
 
 torchao = pytest.importorskip("torchao")
 
@@ -24,10 +36,42 @@ def test_defaults():
         "output_limit": None,
         "foreign_cache": "refuse",
         "version": 1,
+        "key_element": "int8",
+        "key_scaling": "asymmetric",
+        "value_element": "int8",
+        "outlier_pairs": 0,
+        "outlier_indices": None,
+        "radii": "step+residual",
     }
     assert config.limits == PolicyLimits(0.2, None)
+    assert config.store_format == DEFAULT
+    assert config.budget is None
 
 
+def test_defaults_of_the_paper():
+    config = WitCertConfig()
+    common = dataclasses.asdict(CertifiedInt8Config())
+    assert dataclasses.asdict(config) == common | {
+        "key_scaling": "token",
+        "outlier_pairs": 4,
+        "radii": "step+residual+probabilistic",
+        "dither": "stream",
+        "dither_values": True,
+        "delta_req": 0.01,
+        "horizon": 256,
+        "seed": 0,
+    }
+    assert config.store_format == StoreFormat(KeyFormat("int8", "token", 4, "stream"), Values("int8", "stream"))
+    assert config.budget == RiskBudget(0.01, 256)
+    assert isinstance(config, Recipe) and isinstance(CertifiedInt8Config(), Recipe)
+
+
+def test_the_common_part_is_no_recipe():
+    with pytest.raises(TypeError, match="CertifiedInt8Config or WitCertConfig"):
+        Recipe()
+
+
+@pytest.mark.parametrize("recipe", [CertifiedInt8Config, WitCertConfig])
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -58,18 +102,153 @@ def test_defaults():
         ("version", 2),
         ("version", True),
         ("version", 1.0),
+        ("key_element", "int3"),
+        ("key_element", 8),
+        ("key_scaling", "channel"),
+        ("key_scaling", None),
+        ("value_element", "int6"),
+        ("value_element", 16),
+        ("outlier_pairs", -1),
+        ("outlier_pairs", 17),
+        ("outlier_pairs", True),
+        ("outlier_pairs", 4.0),
+        ("radii", ""),
+        ("radii", "step+step"),
+        ("radii", "steps"),
     ],
 )
-def test_wrong_value_is_refused_by_name(field, value):
+def test_wrong_value_is_refused_by_name(recipe, field, value):
     with pytest.raises(ValueError, match=field) as error:
-        CertifiedInt8Config(**{field: value})
+        recipe(**{field: value})
     assert repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("page_size", size) for size in PAGE_SIZES),
+        ("dither", "none"),
+        ("dither", "philox"),
+        ("dither", None),
+        ("dither_values", 1),
+        ("dither_values", None),
+        ("delta_req", 0),
+        ("delta_req", 1),
+        ("delta_req", -0.5),
+        ("delta_req", math.nan),
+        ("delta_req", True),
+        ("delta_req", "0.01"),
+        ("horizon", 0),
+        ("horizon", -1),
+        ("horizon", 2.5),
+        ("horizon", True),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("seed", True),
+        ("seed", 1.0),
+        ("seed", None),
+    ],
+)
+def test_wrong_value_of_the_paper_is_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=field) as error:
+        WitCertConfig(**{field: value})
+    assert repr(value) in str(error.value)
+
+
+def test_seeds_name_their_range():
+    with pytest.raises(ValueError, match=r"seed must be an int in \[0, 2\^32\), got 4294967296"):
+        WitCertConfig(seed=2**32)
+    assert WitCertConfig(seed=2**32 - 1).seed == 2**32 - 1
+
+
+def test_radii_are_a_name():
+    with pytest.raises(TypeError, match=r'radii must be a str like "step\+residual", got \(\'step\',\)'):
+        CertifiedInt8Config(radii=("step",))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields", "message"),
+    [
+        (CertifiedInt8Config, {"radii": "probabilistic"}, "probabilistic radii need dithered keys"),
+        (CertifiedInt8Config, {"radii": "step+probabilistic"}, "probabilistic radii need dithered keys"),
+        (CertifiedInt8Config, {"key_element": "fp8"}, "fp8 keys are supported with scaling 'symmetric'"),
+        (CertifiedInt8Config, {"key_element": "fp8", "key_scaling": "token"}, "got 'token'"),
+        (
+            WitCertConfig,
+            {"key_element": "fp8", "key_scaling": "symmetric"},
+            "dither 'none', got 'symmetric' and 'stream'",
+        ),
+        (WitCertConfig, {"value_element": "int4"}, "dithered values must be int8, got 'int4'"),
+        (WitCertConfig, {"value_element": "exact"}, "dithered values must be int8, got 'exact'"),
+    ],
+)
+def test_combinations_that_are_not_supported(recipe, fields, message):
+    with pytest.raises(NotImplementedError, match=message):
+        recipe(**fields)
+
+
+def test_every_other_combination_has_a_format():
+    """Each recipe that can be made gives the format of its own fields; those of the test above are all that cannot."""
+    made = refused = 0
+    for element, scaling, value, dither in itertools.product(
+        KEY_ELEMENTS, KEY_SCALINGS, VALUE_ELEMENTS, (None, *DITHERS)
+    ):
+        fields = {"key_element": element, "key_scaling": scaling, "value_element": value}
+        if dither:
+            fields |= {"dither": dither, "dither_values": value == "int8"}
+        try:
+            config = (WitCertConfig if dither else CertifiedInt8Config)(**fields, outlier_pairs=2)
+        except NotImplementedError:
+            assert element == "fp8" and (dither or scaling != "symmetric")
+            refused += 1
+            continue
+        made += 1
+        values = Values(value, dither if dither and value == "int8" else "none")
+        assert config.store_format == StoreFormat(KeyFormat(element, scaling, 2, dither or "none"), values)
+        assert (config.budget is None) == (dither is None)
+    assert (made, refused) == (3 * 3 * 4 * 3 + 4, 2 * 4 + 2 * 3 * 4)
+
+
+@pytest.mark.parametrize("radii", ["step", "residual", "residual+step", "probabilistic", "probabilistic+residual"])
+def test_budget_is_of_probabilistic_radii(radii):
+    budget = WitCertConfig(radii=radii, delta_req=0.5, horizon=None).budget
+    assert budget == (RiskBudget(0.5, None) if "probabilistic" in radii else None)
+
+
+INDICES = (((0, 5), (1, 2)), ((3, 4), (7, 6)))
+
+
+def test_outlier_indices_become_nested_tuples():
+    lists = [[list(head) for head in layer] for layer in INDICES]
+    config = WitCertConfig(outlier_pairs=2, outlier_indices=lists)
+    assert config.outlier_indices == INDICES
+    assert hash(config) == hash(WitCertConfig(outlier_pairs=2, outlier_indices=INDICES))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "indices", "message"),
+    [
+        (0, INDICES, "outlier_indices needs outlier_pairs, got outlier_pairs=0"),
+        (3, INDICES, r"outlier_pairs=3 distinct indices >= 0 for each KV head, got \(0, 5\)"),
+        (2, (((0, 0),),), r"distinct .* got \(0, 0\)"),
+        (2, (((0, -1),),), r"got \(0, -1\)"),
+        (2, (((0, 1.0),),), r"got \(0, 1.0\)"),
+        (2, (((0, True),),), r"got \(0, True\)"),
+        (2, ((0, 1),), "its pairs are 0"),
+        (2, (), r"its layers are \(\)"),
+        (2, ((),), r"its heads are \(\)"),
+        (2, "first", "its layers are 'first'"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [CertifiedInt8Config, WitCertConfig])
+def test_wrong_outlier_indices(recipe, pairs, indices, message):
+    with pytest.raises(ValueError, match=message):
+        recipe(outlier_pairs=pairs, outlier_indices=indices)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("page_size", size) for size in storage.PAGE_SIZES),
         *(("foreign_cache", choice) for choice in FOREIGN_CACHE),
         ("tau", TAU_FLOOR),
         ("tau", 1),
@@ -88,14 +267,12 @@ def test_unknown_field_and_assignment():
         CertifiedInt8Config().tau = 0.5
 
 
-def test_page_sizes_are_those_of_the_storage():
-    assert PAGE_SIZES == storage.PAGE_SIZES
-
-
 @pytest.mark.parametrize("dtype", storage.MODEL_DTYPES)
 def test_tau_floor_is_below_every_read_of_codes(dtype):
     """A read that is made of codes without any quantization error still costs more than TAU_FLOOR, so no limit under it works."""
-    arithmetic = Arithmetic.of(64, 16, pages_per_row=1, pages_per_split=1, new_tokens=1, dtype=dtype)
+    arithmetic = Arithmetic.of(
+        64, 16, pages_per_row=1, pages_per_split=1, new_tokens=1, dtype=dtype, store_format=DEFAULT, softcap=0.0
+    )
     code, exact = torch.tensor([1.0, 0.0]), torch.zeros(2)
     read = Read(
         Groups(mass=code, radius=exact, top=code),
@@ -110,10 +287,17 @@ def test_tau_floor_is_below_every_read_of_codes(dtype):
     assert TAU_FLOOR < tv < 1.5 * TAU_FLOOR
 
 
-def test_torchao_serializes_the_recipe():
+@pytest.mark.parametrize(
+    "config",
+    [
+        CertifiedInt8Config(page_size=16, tau=0.1, output_limit=2.0, foreign_cache="dense"),
+        CertifiedInt8Config(key_element="int4", value_element="int4", outlier_pairs=3),
+        WitCertConfig(horizon=None, seed=9, dither="tile", radii="probabilistic"),
+    ],
+)
+def test_torchao_serializes_the_recipe(config):
     from torchao.core.config import AOBaseConfig, config_from_dict, config_to_dict
 
-    config = CertifiedInt8Config(page_size=16, tau=0.1, output_limit=2.0, foreign_cache="dense")
     assert isinstance(config, AOBaseConfig)
     assert config_from_dict(config_to_dict(config)) == config
 

@@ -55,6 +55,23 @@ def test_one_graph_from_length_1_to_600(window):
     assert torch_witcert.telemetry(ours) == torch_witcert.telemetry(eager)
 
 
+@pytest.mark.parametrize(("family", "head_dim"), [("gemma2", 256), ("gpt_oss", 64), ("phi3", 96), ("qwen3", 128)])
+def test_every_family_decodes_in_one_graph(family, head_dim):
+    """Soft capping, sinks and windows included."""
+    model = converted(family, heads=2, kv_heads=1, head_dim=head_dim, window=30 if family != "phi3" else None)
+    backend = CountingBackend("aot_eager")
+    step = compiled_step(model, backend)
+    ours, eager = (torch_witcert.CertifiedCache(model, 128) for _ in range(2))
+    for cache in (ours, eager):
+        forward(model, prompt(60), cache)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in range(60, 84):
+            token, position = prompt(1, seed=length), torch.tensor([[length]])
+            assert torch.equal(step(token, position, ours), forward(model, token, eager, position_ids=position))
+    assert backend.graphs == 1
+    assert_same_state(ours, eager)
+
+
 def test_inductor_equals_eager_and_copies_no_store():
     model = converted(heads=2, kv_heads=1)
     step = compiled_step(model, "inductor")

@@ -34,6 +34,12 @@ FAMILIES = [
     ("qwen2", {"window": 40}),
     ("mistral", {"window": 40}),
     ("mistral", {}),
+    ("qwen3", {}),
+    ("phi3", {"head_dim": 96}),
+    ("phi3", {"head_dim": 80, "window": 40}),
+    ("gemma2", {"head_dim": 256, "window": 40}),
+    ("gpt_oss", {}),
+    ("gpt_oss", {"window": 40}),
 ]
 
 
@@ -105,7 +111,7 @@ def test_padding_changes_no_bit():
             for index, call in enumerate(fresh):
                 columns = keep[row] if index < 2 else torch.ones(1, dtype=torch.bool)
                 q, k, v, out = (x[row : row + 1][:, :, columns] for x in (call.q, call.k, call.v, call.out))
-                lone = alone.layers[call.layer].attend(q, k, v, None, call.scale, 0)
+                lone = alone.layers[call.layer].attend(q, k, v, None, call.scores)
                 if index >= 2:
                     assert torch.equal(lone, out)
             for part, lone in zip(stored_codes(cache, row), stored_codes(alone, 0), strict=True):

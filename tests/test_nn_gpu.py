@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nn_models import converted, greedy, left_padded, prompt
+from nn_models import RECIPE, converted, greedy, left_padded, prompt
 
 import torch_witcert
 from torch_witcert.nn.compatibility import CACHE_ARGUMENT
@@ -67,9 +67,10 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_captured_graph_equals_eager_steps_bit_for_bit():
-    """One capture, 300 replays, pages fill inside: logits, tokens, certificates and every byte of the store."""
-    model = make_model()
+@pytest.mark.parametrize("recipe", [RECIPE, torch_witcert.WitCertConfig(page_size=16)])
+def test_captured_graph_equals_eager_steps_bit_for_bit(recipe):
+    """One capture, 300 replays, pages fill inside and a budget of 256 tokens ends: everything, every byte of the store."""
+    model = make_model(recipe=recipe)
     ids, mask = left_padded([prompt(70, seed=1), prompt(101, seed=2)])
     eager, graphed = Decoder(model, 2, 512), Decoder(model, 2, 512)
     for decoder in (eager, graphed):

@@ -9,6 +9,7 @@ import torch
 from nn_models import RECIPE, AttentionCall, converted, forward, left_padded, prompt, recorded_attention
 
 import torch_witcert
+from torch_witcert.nn.exact import Scores
 
 CASES = {
     "llama": {"family": "llama"},
@@ -16,6 +17,14 @@ CASES = {
     "llama, fp16": {"family": "llama", "dtype": torch.float16},
     "three heads of 128": {"family": "llama", "heads": 3, "kv_heads": 1, "head_dim": 128, "dtype": torch.bfloat16},
     "qwen2, window in one layer": {"family": "qwen2", "window": 40},
+    "gemma2, soft capping and windows": {
+        "family": "gemma2",
+        "head_dim": 256,
+        "window": 40,
+        "attn_logit_softcapping": 20.0,
+    },
+    "gpt_oss, sinks and windows": {"family": "gpt_oss", "window": 40, "dtype": torch.bfloat16},
+    "phi3, 96 channels": {"family": "phi3", "head_dim": 96},
     "mistral, window": {"family": "mistral", "window": 40, "dtype": torch.bfloat16},
 }
 
@@ -25,8 +34,14 @@ def make_hard(model) -> None:
     with torch.no_grad():
         for layer in model.model.layers:
             attention = layer.self_attn
-            attention.q_proj.weight.mul_(6)
-            attention.k_proj.weight[5].mul_(12)
+            if hasattr(attention, "qkv_proj"):
+                queries, keys, _ = attention.qkv_proj.weight.split([heads * attention.head_dim for heads in (4, 2, 2)])
+            else:
+                queries, keys = attention.q_proj.weight, attention.k_proj.weight
+            queries.mul_(6)
+            keys[5].mul_(12)
+            if hasattr(attention, "sinks"):
+                attention.sinks.add_(6)  # sharp scores would leave nothing to smaller sinks
         model.model.embed_tokens.weight[7].mul_(30)
 
 
@@ -45,6 +60,15 @@ class ExactHistory:
             store[call.layer, row] = torch.cat([old, new], 1)
 
 
+def weights(scores: torch.Tensor, options: Scores, head: int) -> torch.Tensor:
+    """Softmax of float64 scores [S], capped, with the weight of the head's sink at the end where there is one."""
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.sinks is not None:
+        scores = torch.cat([scores, options.sinks[head : head + 1].double()])
+    return torch.softmax(scores, 0)
+
+
 def distances(call: AttentionCall, history: ExactHistory, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Total variation and output error [H] of a row's read, the largest over its valid columns."""
     keys, values = history.keys[call.layer, row], history.values[call.layer, row]
@@ -55,12 +79,12 @@ def distances(call: AttentionCall, history: ExactHistory, row: int) -> tuple[tor
     worst = torch.zeros(2, call.q.shape[1], dtype=torch.float64)
     for rank, column in enumerate(columns):
         at = int(call.lengths[row]) + rank
-        seen = slice(max(0, at - call.window + 1) if call.window else 0, at + 1)
+        seen = slice(max(0, at - call.scores.window + 1) if call.scores.window else 0, at + 1)
         for head in range(call.q.shape[1]):
-            q = call.q[row, head, column].double() * call.scale
+            q = call.q[row, head, column].double() * call.scores.scale
             kv = head // group
-            p, p_used = (torch.softmax(k[kv, seen] @ q, 0) for k in (keys, used))
-            error = (call.out[row, head, column].double() - p @ values[kv, seen]).norm()
+            p, p_used = (weights(k[kv, seen] @ q, call.scores, head) for k in (keys, used))
+            error = (call.out[row, head, column].double() - p[: len(values[kv, seen])] @ values[kv, seen]).norm()
             worst[:, head] = torch.maximum(worst[:, head], torch.stack([(p - p_used).abs().sum() / 2, error]))
     return worst[0], worst[1]
 

@@ -49,7 +49,9 @@ store = shape.allocate("cpu")
 k = torch.randn(1, 1, 32, 64)
 ids = torch.arange(32, dtype=torch.int32)[None]
 table = torch.arange(2, dtype=torch.int32)[None]
-ops.kv_write(k, k, ids, torch.zeros(1, dtype=torch.int32), torch.full((1,), 32, dtype=torch.int32), table, *store)
+rows = (torch.zeros(1, dtype=torch.int32), torch.full((1,), 32, dtype=torch.int32))
+none = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+ops.kv_write(k, k, ids, *rows, table, *none, *store, 0, shape.store_format.name)
 print(int(store.k_codes.ne(0).any()))
 """
     # Under the interpreter the CPU implementation is the Triton kernel: this is about the reference.

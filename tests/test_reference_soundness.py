@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 
 from torch_witcert.ops.certificate import Field
+from torch_witcert.ops.formats import DEFAULT, KeyFormat, StoreFormat, ValueFormat
 from torch_witcert.ops.library import INTERPRETED
-from torch_witcert.ops.storage import MODEL_DTYPES, POSITION_OVERFLOW, SOURCE_NONE, StoreShape
+from torch_witcert.ops.storage import MODEL_DTYPES, POOL_PARTS, POSITION_OVERFLOW, SOURCE_NONE, StoreShape
 from torch_witcert.testing.generators import HOT, KEY_KINDS, QUERY_KINDS, Scenario, one_hot_values, scenarios
 from torch_witcert.testing.harness import (
     REFERENCE,
@@ -24,10 +25,18 @@ from torch_witcert.testing.harness import (
     run_rounding_ties,
     shuffled_page_table,
 )
-from torch_witcert.testing.oracle import exact_attention, stored_tokens, total_variation, visible
+from torch_witcert.testing.oracle import exact_attention, total_variation, visible
 
 P, D, HKV, GROUP = 16, 64, 2, 3
 PREFILL = 5 * P + 3  # five completed pages and a part of one
+#: Formats that together have every part of a store, every scaling and both dithers.
+STORE_FORMATS = (
+    DEFAULT,
+    StoreFormat(KeyFormat("int6", "token", outlier_pairs=2, dither="stream"), ValueFormat("int8", "stream")),
+    StoreFormat(KeyFormat("int4", "asymmetric", dither="tile"), ValueFormat("int4")),
+    StoreFormat(KeyFormat("fp8", "symmetric", outlier_pairs=1), ValueFormat("exact")),
+)
+every_format = pytest.mark.parametrize("store_format", STORE_FORMATS, ids=lambda store_format: store_format.name)
 
 
 @given(scenarios())
@@ -62,8 +71,14 @@ def test_every_pair_of_kinds(key_kind, query_kind):
             assert counts.violations == 0, (dtype, value_kind, counts)
 
 
-def harness_of(batch: int = 2, pages: int = 8, dtype: torch.dtype = torch.bfloat16, **options) -> CacheHarness:
-    shape = StoreShape(batch, pages, HKV, P, D, dtype)
+def harness_of(
+    batch: int = 2,
+    pages: int = 8,
+    dtype: torch.dtype = torch.bfloat16,
+    store_format: StoreFormat = DEFAULT,
+    **options,
+) -> CacheHarness:
+    shape = StoreShape(batch, pages, HKV, P, D, dtype, store_format)
     return CacheHarness(shape, sm_scale=D**-0.5, **({"operators": REFERENCE} | options))
 
 
@@ -120,7 +135,7 @@ class TestHarnessRejects:
     def test_a_code_that_is_not_the_key(self):
         def write(*args):
             REFERENCE.kv_write(*args)
-            args[6][:, :, 3] = 0
+            args[8][:, :, 3] = 0
 
         counts = self.violations(write=write)
         assert counts.tv_violations > 0 and counts.output_violations > 0
@@ -142,15 +157,16 @@ class TestHarnessRejects:
         assert counts.tv_violations > 0 and counts.arithmetic_violations > 0
 
 
+@every_format
 @pytest.mark.parametrize("dtype", MODEL_DTYPES)
 @pytest.mark.parametrize("window", [0, 2 * P + 5])
-def test_fields_are_what_their_names_say(dtype, window):
-    cache = harness_of(dtype=dtype, window=window)
+def test_fields_are_what_their_names_say(dtype, window, store_format):
+    cache = harness_of(dtype=dtype, window=window, store_format=store_format)
     cache.forward(*tokens_of(2, PREFILL, 0, dtype))
     q, k, v, valid = tokens_of(2, P, 1, dtype)
     valid[1, :5] = False
     read = cache.read(q, k, v, valid)
-    tokens = stored_tokens(cache.store, k, v, read.positions, cache.lengths, cache.page_table, cache.source_map())
+    tokens = cache.tokens(k, v, read.positions)
     stored = exact_attention(q, tokens.k, tokens.v, read.positions, tokens.key_positions, cache.sm_scale, window)
     seen = visible(read.positions, tokens.key_positions, window)[:, None].expand_as(stored.probabilities)
     is_code = tokens.is_code.repeat_interleave(GROUP, 1)[:, :, None]
@@ -190,8 +206,9 @@ def test_padding_reads_nothing():
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("place", ["page", "tail", "fresh"])
-def test_a_value_that_is_not_finite_marks_the_reads_that_see_it_and_no_other(place, side, poison):
-    clean, dirty = harness_of(3), harness_of(3)
+@every_format
+def test_a_value_that_is_not_finite_marks_the_reads_that_see_it_and_no_other(store_format, place, side, poison):
+    clean, dirty = harness_of(3, store_format=store_format), harness_of(3, store_format=store_format)
     at = {"page": 2 * P + 1, "tail": 5 * P + 1, "fresh": PREFILL + 4}[place]
     reads = []
     for cache, value in ((clean, None), (dirty, poison)):
@@ -298,45 +315,53 @@ def decode_all(cache: CacheHarness, rows: torch.Tensor, batch: int, seed: int = 
     return reads
 
 
+@every_format
 @pytest.mark.parametrize("window", [0, 3 * P])
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_other_slots_and_pages(window):
-    alone = harness_of(1, window=window)
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_other_slots_and_pages(window, store_format):
+    alone = harness_of(1, window=window, store_format=store_format, seeds=torch.tensor([9]))
     expected = decode_all(alone, torch.tensor([True]), 1)
     assert int(alone.lengths[0]) // P >= 6
     for batch, slot, seed in ((3, 0, 1), (3, 2, 2), (5, 1, 3)):
         table = shuffled_page_table(batch, 8, torch.Generator().manual_seed(seed))
-        cache = harness_of(batch, window=window, page_table=table, unused_byte=0xFF)
+        seeds = torch.where(torch.arange(batch) == slot, 9, torch.arange(batch))
+        options = {"window": window, "store_format": store_format, "seeds": seeds}
+        cache = harness_of(batch, page_table=table, unused_byte=0xFF, **options)
         reads = decode_all(cache, torch.arange(batch) == slot, batch, seed)
         for read, lone in zip(reads, expected, strict=True):
             assert same(rows_of(read, slice(slot, slot + 1)), lone)
         complete = int(alone.lengths[0]) // P
-        for mine, other in zip(cache.store[:6], alone.store[:6], strict=True):
-            assert torch.equal(mine[table[slot, :complete].long()], other[:complete])
+        for name in POOL_PARTS:
+            mine, other = getattr(cache.store, name), getattr(alone.store, name)
+            if mine.numel():
+                assert torch.equal(mine[table[slot, :complete].long()], other[:complete]), name
 
 
-def test_equal_rows_of_a_batch_have_equal_bits():
-    cache = harness_of(3)
+@every_format
+def test_equal_rows_of_a_batch_have_equal_bits(store_format):
+    """Equal seeds as well: a request's dither does not depend on its row."""
+    cache = harness_of(3, store_format=store_format, seeds=torch.full((3,), 5))
     for read in decode_all(cache, torch.ones(3, dtype=torch.bool), 3):
         for row in (1, 2):
             assert same(rows_of(read, slice(row, row + 1)), rows_of(read, slice(0, 1)))
 
 
+@every_format
 @pytest.mark.parametrize("byte", [0x7F, 0xFF])
-def test_unused_slots_may_hold_any_bytes(byte):
+def test_unused_slots_may_hold_any_bytes(byte, store_format):
     rows = torch.tensor([True, False])
-    for read, expected in zip(
-        decode_all(harness_of(2, unused_byte=byte), rows, 2), decode_all(harness_of(2), rows, 2), strict=True
-    ):
+    dirty, clean = (harness_of(2, store_format=store_format, unused_byte=value) for value in (byte, None))
+    for read, expected in zip(decode_all(dirty, rows, 2), decode_all(clean, rows, 2), strict=True):
         assert same(read, expected)
 
 
-def test_pages_do_not_depend_on_the_chunks_that_filled_them():
+@every_format
+def test_pages_do_not_depend_on_the_chunks_that_filled_them(store_format):
     total = 6 * P + 5
     _, k, v, valid = tokens_of(1, total, 0)
     live = torch.arange(5 * P, total) % (2 * P)  # the unfinished page and the one before
     stores = []
     for chunk in (total, 1, P - 1, P + 1, 2 * P + 5):
-        cache = harness_of(1)
+        cache = harness_of(1, store_format=store_format)
         for start in range(0, total, chunk):
             part = slice(start, start + chunk)
             cache.write(k[:, :, part], v[:, :, part], valid[:, part])
@@ -347,9 +372,10 @@ def test_pages_do_not_depend_on_the_chunks_that_filled_them():
             assert torch.equal(part, expected)
 
 
-def test_left_padding_changes_nothing():
+@every_format
+def test_left_padding_changes_nothing(store_format):
     """A padded chunk gives the bits of the same chunk without padding columns in between, page for page."""
-    plain, padded = harness_of(1), harness_of(1)
+    plain, padded = (harness_of(1, store_format=store_format) for _ in range(2))
     for index, count in enumerate((PREFILL, P, 1)):
         q, k, v, valid = tokens_of(1, count, index)
         plain.write(k, v, valid)
@@ -382,7 +408,7 @@ def observed_read(pages: int, cached: int):
     q, k, _, valid = tokens_of(1, 8, 1, torch.float32)
     v = one_hot_values(cache.place(valid)[0], HKV, D, torch.float32)
     read = cache.read(q, k, v, valid)
-    tokens = stored_tokens(cache.store, k, v, read.positions, cache.lengths, cache.page_table, cache.source_map())
+    tokens = cache.tokens(k, v, read.positions)
     key_error = torch.cat([cache.key_error(), torch.zeros_like(k).double()], 2)
     p, stored = (
         exact_attention(q, keys, tokens.v, read.positions, tokens.key_positions, cache.sm_scale).probabilities

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .config import CertifiedInt8Config
+    from .config import CertifiedInt8Config, WitCertConfig
     from .nn.cache import CertifiedCache
     from .nn.convert import convert, restore
     from .nn.generation import last_cache
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 _MODULE_OF_NAME = {
     "CertifiedCache": ".nn.cache",
     "CertifiedInt8Config": ".config",
+    "WitCertConfig": ".config",
     "certificates": ".nn.telemetry",
     "convert": ".nn.convert",
     "last_cache": ".nn.generation",
@@ -32,6 +33,7 @@ _MODULE_OF_NAME = {
 __all__ = [
     "CertifiedCache",
     "CertifiedInt8Config",
+    "WitCertConfig",
     "__version__",
     "certificates",
     "convert",

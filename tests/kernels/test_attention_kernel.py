@@ -19,6 +19,12 @@ from torch_witcert.testing.harness import Soundness, run, run_constant_pages
 #: Scenarios that one test draws: the interpreter needs about a second for each.
 EXAMPLES = 25 if INTERPRETED else 300
 
+#: Where the operator's last arguments are.
+NUMBERS = {
+    name: index - 7
+    for index, name in enumerate(("sm_scale", "window", "softcap", "pages_per_split", "layer", "radii", "store_format"))
+}
+
 
 def read(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return certified_attention_triton(*case.attention_arguments())
@@ -157,9 +163,14 @@ def test_long_rows_many_splits_and_windows_that_start_late(device, monkeypatch, 
     """300 pages: several blocks of the merge, several splits, and windows whose first split is not split 0."""
     poisoned_scratch(monkeypatch)
     case = make_case([300 * 16 + 5], 2, dtype=torch.float32, window=window)
-    arguments = case.attention_arguments()[:-1]
-    expected = certified_attention_reference(*arguments, splits)
-    actual = certified_attention_triton(*case.to(device).attention_arguments()[:-1], splits)
+
+    def with_splits(case: Case) -> list:
+        arguments = list(case.attention_arguments())
+        arguments[NUMBERS["pages_per_split"]] = splits
+        return arguments
+
+    expected = certified_attention_reference(*with_splits(case))
+    actual = certified_attention_triton(*with_splits(case.to(device)))
     assert (actual[0].cpu() - expected[0]).abs().max() <= 2e-3 * expected[0].abs().max()
     assert torch.allclose(actual[2].cpu(), expected[2], rtol=2e-3, atol=1e-6)
     assert actual[2][0, 0, 0, Field.TOKENS] == (window or 300 * 16 + 6)
@@ -190,11 +201,16 @@ def test_keys_far_from_zero_that_nearly_cancel_between_pages(device):
         ("window", -1),
         ("window", 2**31),
         ("pages_per_split", 0),
+        ("softcap", -1.0),
+        ("softcap", float("inf")),
+        ("layer", -1),
+        ("radii", "steps"),
+        ("store_format", "int9"),
     ],
 )
 def test_wrong_numbers_are_refused(device, name, value):
     arguments = list(make_case([70], 1).to(device).attention_arguments())
-    arguments[{"sm_scale": -3, "window": -2, "pages_per_split": -1}[name]] = value
+    arguments[NUMBERS[name]] = value
     with pytest.raises(ValueError, match=name):
         torch.ops.torch_witcert.certified_attention(*arguments)
 

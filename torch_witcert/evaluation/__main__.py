@@ -1,20 +1,21 @@
-"""Command line: `python -m torch_witcert.evaluation coverage|fidelity|soundness`."""
+"""Command line: `python -m torch_witcert.evaluation coverage|fidelity|outliers|soundness`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from . import coverage, fidelity, soundness
+from . import coverage, fidelity, outliers, soundness
 from .output import quiet_libraries
 from .prompts import add_device_argument, add_model_arguments, chosen_dtype
 
-#: Commands that measure on SmolLM2, and one that needs no model.
+#: Commands that measure on SmolLM2, and those that need no model.
 MODEL_COMMANDS = {
-    "coverage": (coverage, "coverage and tightness of the certificate on real keys and queries, by page size"),
+    "coverage": (coverage, "coverage and tightness of the certificate on real keys and queries, by layout of the keys"),
     "fidelity": (fidelity, "certified model against the dense one, one token at a time, teacher forced"),
 }
 OPERATOR_COMMANDS = {
+    "outliers": (outliers, "what massive RoPE pairs do to the certificate, and what keeping them exact costs"),
     "soundness": (soundness, "the operators on many random and adversarial caches against float64"),
 }
 COMMANDS = MODEL_COMMANDS | OPERATOR_COMMANDS

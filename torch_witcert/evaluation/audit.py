@@ -15,11 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ops import PagedStore
 from ..ops.certificate import Field
+from ..ops.formats import StoreFormat
 from ..testing.oracle import dequantized_attention, exact_attention, total_variation
 from .statistics import BoundFigures, bound_figures
 
 WRITE = torch.ops.torch_witcert.kv_write.default
 READ = torch.ops.torch_witcert.certified_attention.default
+STORED = len(PagedStore._fields)
 
 
 class History(NamedTuple):
@@ -36,6 +38,13 @@ class CheckedReads(NamedTuple):
     tv_true: torch.Tensor  # softmax over the stored codes against softmax over exact keys
     output_bound: torch.Tensor
     output_true: torch.Tensor  # what the operator returned against exact attention
+
+
+def _with_sink(probabilities: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Probabilities [B, H, T, S] and, where there are sinks, what they take: S + 1."""
+    if not sinks.numel():
+        return probabilities
+    return torch.cat([probabilities, 1 - probabilities.sum(-1, keepdim=True)], -1)
 
 
 @dataclass
@@ -59,8 +68,8 @@ class Audit(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
         if function is WRITE:
-            k, v, columns, lengths, counts, page_table, *store = arguments
-            self._record(k, v, columns, lengths, counts, page_table, PagedStore(*store))
+            k, v, columns, lengths, counts, page_table, _, _, *rest = arguments
+            self._record(k, v, columns, lengths, counts, page_table, PagedStore(*rest[:STORED]))
         elif function is READ and self.enabled:
             self._check(arguments, result[0], result[2])
         return result
@@ -84,8 +93,9 @@ class Audit(TorchDispatchMode):
             history.v[row, :, length : length + count] = v[row][:, chosen]
 
     def _check(self, arguments: tuple, out: torch.Tensor, certificate: torch.Tensor) -> None:
-        q, k, v, positions, lengths, page_table, source_map, *rest = arguments
-        store, (sm_scale, window, _) = PagedStore(*rest[:8]), rest[8:]
+        q, k, v, positions, lengths, page_table, source_map, _, sinks, outlier_channels, *rest = arguments
+        store, (sm_scale, window, softcap, _, layer, _, store_format) = PagedStore(*rest[:STORED]), rest[STORED:]
+        scores = (sm_scale, window, softcap, sinks)
         history = self._history_of(store, k, page_table)
         slots = torch.arange(history.k.shape[2], device=k.device)
         cached = torch.where(slots < lengths[:, None], slots, -1)
@@ -95,10 +105,11 @@ class Audit(TorchDispatchMode):
             torch.cat([history.v, v], 2),
             positions,
             torch.cat([cached, positions.long()], 1),
-            sm_scale,
-            window,
+            *scores,
         )
-        used = dequantized_attention(q, k, v, positions, lengths, page_table, source_map, store, sm_scale, window)
+        state = (positions, lengths, page_table, source_map, store)
+        parsed = StoreFormat.parse(store_format)
+        used = dequantized_attention(q, k, v, *state, *scores, parsed, outlier_channels, layer)
         valid = positions >= 0
 
         def rows(x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +117,7 @@ class Audit(TorchDispatchMode):
 
         checked = CheckedReads(
             tv_bound=rows(certificate[..., Field.TV]),
-            tv_true=rows(total_variation(exact.probabilities, used.probabilities)),
+            tv_true=rows(total_variation(*(_with_sink(each.probabilities, sinks) for each in (exact, used)))),
             output_bound=rows(certificate[..., Field.OUTPUT]),
             output_true=rows((out.double() - exact.output).norm(dim=-1)),
         )

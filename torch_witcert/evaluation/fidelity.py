@@ -29,7 +29,7 @@ from .text import licence_text, take_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..config import CertifiedInt8Config
+    from ..config import Recipe
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def measure_fidelity(
     model: PreTrainedModel,
     ids: torch.Tensor,
     prefill: int,
-    config: CertifiedInt8Config | None = None,
+    config: Recipe | None = None,
     check_every: int = 16,
 ) -> Fidelity:
     """Compare a dense model with a certified copy of it.

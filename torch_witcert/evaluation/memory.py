@@ -1,14 +1,51 @@
-"""Bytes that a cache really takes, from what torch allocated."""
+"""Bytes that a cache really takes, from what torch allocated, and what a format costs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..ops.formats import StoreFormat
+from ..ops.storage import tensor_shapes
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+#: Parts of a page that belong to the keys, to the values, and to both.
+SIDES = {
+    "key": ("k_codes", "k_scale", "k_zero", "k_bypass"),
+    "value": ("v_codes", "v_scale", "v_zero"),
+    "shared": ("page_notes", "page_keys"),
+}
+
+
+class TokenBytes(NamedTuple):
+    """Bytes of one token and KV head in a page of codes."""
+
+    key: float  # codes, scales, zeros and outlier channels
+    value: float  # codes, scales and zeros
+    shared: float  # notes and the key of the dither
+
+
+def token_bytes(store_format: StoreFormat, page_size: int, head_dim: int, dtype: torch.dtype) -> TokenBytes:
+    """What a format costs.
+
+    Args:
+        store_format: of keys and values.
+        page_size: tokens that share what a page stores once; any positive int, also one that the operators do not take.
+        head_dim: D.
+        dtype: the model's, of zeros, outlier channels and exact values.
+    """
+    shapes = tensor_shapes(1, 1, 1, page_size, head_dim, dtype, store_format)
+
+    def total(names: tuple[str, ...]) -> float:
+        return sum(math.prod(shapes[name][0]) * shapes[name][1].itemsize for name in names) / page_size
+
+    return TokenBytes(**{side: total(names) for side, names in SIDES.items()})
 
 
 def storage_bytes(thing: object) -> int:

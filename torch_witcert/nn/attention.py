@@ -13,9 +13,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from ..config import CertifiedInt8Config
+from ..config import Recipe
 from .cache import CertifiedCache
 from .compatibility import CACHE_ARGUMENT
+from .exact import Scores, eager_attention
 from .layers import FreshTokens
 from .masks import new_column_validity, validity_of
 
@@ -39,7 +40,7 @@ class CertifiedAttention(nn.Module):
         cacheless_forwards: eager forwards without a cache, which ran as ordinary differentiable SDPA.
     """
 
-    certified_config: CertifiedInt8Config
+    certified_config: Recipe
     original: nn.Module
     original_implementation: str | None
     identity: object
@@ -52,7 +53,7 @@ class CertifiedAttention(nn.Module):
         raise TypeError(f"{type(self).__name__} is made from an attention module by torch_witcert.convert(model)")
 
     @classmethod
-    def replacing(cls, original: nn.Module, config: CertifiedInt8Config) -> CertifiedAttention:
+    def replacing(cls, original: nn.Module, config: Recipe) -> CertifiedAttention:
         """A certified module that shares everything with `original`."""
         module = cls.__new__(cls)
         module.__dict__.update(original.__dict__)
@@ -106,7 +107,7 @@ class CertifiedAttention(nn.Module):
                 f"{CACHE_ARGUMENT} is a {type(cache).__name__}, which a converted model does not read: pass a "
                 "torch_witcert.CertifiedCache(model, max_length, batch_size); or use_cache=False for a forward without a cache "
                 "(where none was passed, transformers made this one because use_cache is on); or convert with "
-                'CertifiedInt8Config(foreign_cache="dense")'
+                f'{type(self.certified_config).__name__}(foreign_cache="dense")'
             )
         return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
 
@@ -129,8 +130,11 @@ def certified_attention_forward(
 
     Args:
         query: [B, H, T, D], rotary embedding applied.
-        key: the fresh tokens that a layer of a `CertifiedCache` handed on; or plain keys, which go to SDPA unchanged.
-        attention_mask: validity of the new columns, see :mod:`.masks`.
+        key: the fresh tokens that a layer of a `CertifiedCache` handed on; or plain keys, for exact differentiable attention.
+        attention_mask: validity of the new columns, see :mod:`.masks`; or the mask of SDPA.
+        scaling: softmax scale.
+        dropout: of plain keys only.
+        kwargs: `sliding_window`, `softcap` and `s_aux` (attention sinks [H]) of the layer, each None for none.
 
     Returns:
         Output [B, T, H, D], and None for the attention weights.
@@ -138,17 +142,29 @@ def certified_attention_forward(
     Raises:
         ValueError: gradients or dropout through the cache, or a feature that certified attention lacks.
     """
-    if not isinstance(key, FreshTokens):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    layer, keys, values = key.layer, key.keys, key.values
-    _refuse_unsupported(module, query, keys, values, dropout, kwargs)
     batch, _, new_tokens, dim = query.shape
-    valid = validity_of(attention_mask, batch, new_tokens)
-    scale = dim**-0.5 if scaling is None else scaling
-    with torch.no_grad():
-        out = layer.attend(query, keys, values, valid, scale, kwargs.get("sliding_window") or 0)
+    sinks = kwargs.get("s_aux")
+    scores = Scores(
+        scale=dim**-0.5 if scaling is None else scaling,
+        window=kwargs.get("sliding_window") or 0,
+        softcap=kwargs.get("softcap") or 0.0,
+        sinks=None if sinks is None else sinks.to(torch.float32),
+    )
+    if not isinstance(key, FreshTokens):
+        if scores.is_plain:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+        mask = attention_mask
+        if mask is None:
+            longer = key.shape[2] - new_tokens
+            mask = torch.ones(1, 1, new_tokens, key.shape[2], dtype=torch.bool, device=query.device).tril(longer)
+        out = eager_attention(query, key, value, mask, scores, dropout)
+    else:
+        _refuse_unsupported(module, query, key.keys, key.values, dropout, kwargs)
+        valid = validity_of(attention_mask, batch, new_tokens)
+        with torch.no_grad():
+            out = key.layer.attend(query, key.keys, key.values, valid, scores)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -166,13 +182,10 @@ def _refuse_unsupported(
         raise ValueError("is_causal=False is not supported with a CertifiedCache, which reads causally")
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions is not supported with a CertifiedCache: attention weights are never formed")
-    for name, meaning in (
-        ("softcap", "soft capping of scores"),
-        ("s_aux", "attention sinks"),
-        ("position_bias", "a bias on scores"),
-    ):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name} ({meaning}) is not supported with a CertifiedCache in {type(module).__name__}")
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(
+            f"position_bias (a bias on scores) is not supported with a CertifiedCache in {type(module).__name__}"
+        )
 
 
 # At import, under our own name: an unpickled certified module needs them without another call to convert().

@@ -1,17 +1,20 @@
-"""`CertifiedCache`: a Hugging Face cache whose layers keep keys and values in int8 pages."""
+"""`CertifiedCache`: a Hugging Face cache whose layers keep keys and values in pages of codes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..config import CertifiedInt8Config
+from ..config import CertifiedInt8Config, Recipe, check_seed
 from ..ops.storage import StoreShape
+from ..policy.outliers import outlier_indices_of
 from .dense import DenseLayer
 from .layers import LATER, CertifiedLayer, RaggedLayer
+from .outliers import check_outlier_indices
 from .step import CacheState
 from .supported import attention_modules
 
@@ -26,21 +29,30 @@ class CertifiedCache(Cache):
         model: converted by :func:`torch_witcert.convert`.
         max_length: tokens that a row can hold, rounded up to whole pages.
         batch_size: rows B.
+        seeds: of each row's dither, an int for all rows or a sequence of B, in [0, 2^32); the recipe's where left out. The codes
+            of a row depend on its tokens, its seed and the outlier channels, never on its place in a batch.
 
     Raises:
-        ValueError: the model is not converted, or a size is not a positive int.
+        ValueError: the model is not converted, a size is not a positive int, or seeds are given to a recipe without dither.
         NotImplementedError: layers of different shapes, or on several devices.
     """
 
     layers: list[RaggedLayer]  # type: ignore[assignment]
 
-    def __init__(self, model: PreTrainedModel, max_length: int, batch_size: int = 1) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_length: int,
+        batch_size: int = 1,
+        *,
+        seeds: int | Sequence[int] | None = None,
+    ) -> None:
         _check_positive("max_length", max_length)
         modules, config = _converted_modules(model)
         pages = -(-max_length // config.page_size)
         # Under inference_mode the tensors could not be updated outside it later.
         with torch.inference_mode(False):
-            layers, state = build_layers(modules, config, pages, batch_size, model.dtype, model.device)
+            layers, state = build_layers(modules, config, pages, batch_size, model.dtype, model.device, seeds)
         super().__init__(layers=layers)
         self.state = state
         self.config = config
@@ -90,17 +102,14 @@ class CertifiedCache(Cache):
         page = self.state.page_table.element_size()
         for layer in self.layers:
             if isinstance(layer, CertifiedLayer):
-                pooled = layer.store[:6]
-                page += sum(t.untyped_storage().nbytes() for t in pooled) // layer.shape.num_pages
+                page += layer.shape.page_nbytes()
             else:
                 heads, size, dim = layer.shape.num_kv_heads, layer.shape.page_size, layer.shape.head_dim
                 page += 2 * heads * size * dim * layer.shape.dtype.itemsize
         return page / self.state.page_size
 
     @classmethod
-    def capacity(
-        cls, model: PreTrainedModel, nbytes: int, batch_size: int = 1, config: CertifiedInt8Config | None = None
-    ) -> int:
+    def capacity(cls, model: PreTrainedModel, nbytes: int, batch_size: int = 1, config: Recipe | None = None) -> int:
         """Largest `max_length` whose cache fits in `nbytes`, to the byte; 0 where not even one page a row does.
 
         Args:
@@ -136,8 +145,21 @@ class CertifiedCache(Cache):
             "torch_witcert.CertifiedCache(model, max_length, batch_size)"
         )
 
+    def outlier_indices(self) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
+        """Outlier pairs in use, [certified layer][KV head][m], to put into a recipe's `outlier_indices`; None for m = 0.
+
+        Before the first forward they are those of the recipe or stand-ins. Copies to the host, which synchronizes.
+        """
+        certified = [layer for layer in self.layers if isinstance(layer, CertifiedLayer)]
+        if not certified[0].pairs:
+            return None
+        return tuple(outlier_indices_of(layer.outlier_channels) for layer in certified)
+
     def reset(self) -> None:
-        """Forget every token, in place and without moving a tensor. The counters go on."""
+        """Forget every token, in place and without moving a tensor; a new request with a new risk budget begins.
+
+        The counters go on; seeds and outlier channels stay.
+        """
         self.state.reset()
         super().reset()
 
@@ -147,17 +169,19 @@ class CertifiedCache(Cache):
 
 def build_layers(
     modules: list[Any],
-    config: CertifiedInt8Config,
+    config: Recipe,
     pages_per_row: int,
     batch_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    seeds: int | Sequence[int] | None = None,
 ) -> tuple[list[RaggedLayer], CacheState]:
     """Layers of a cache and what they share; on the "meta" device to learn their sizes.
 
     Args:
         modules: the model's attention modules in layer order. A certified one, or one that will be converted, gets a
             :class:`CertifiedLayer`, a plain one beside certified ones a :class:`DenseLayer`.
+        seeds: as in :class:`CertifiedCache`.
     """
     _check_positive("batch_size", batch_size)
     certified = _certified_indices(modules)
@@ -169,6 +193,7 @@ def build_layers(
             page_size=config.page_size,
             head_dim=module.head_dim,
             dtype=dtype,
+            store_format=config.store_format,
         )
         for module in modules
     ]
@@ -184,16 +209,36 @@ def build_layers(
         num_kv_heads=kv_heads,
         certified_layers=certified,
         num_layers=len(modules),
-        limits=(config.limits.tau, config.limits.output_limit),
+        config=config,
+        seeds=_row_seeds(seeds, config, batch_size),
         device=device,
     )
-    layers = [
-        (CertifiedLayer if index in certified else DenseLayer)(
-            index, shape, state, getattr(module, "identity", None), device
-        )
-        for index, (module, shape) in enumerate(zip(modules, shapes, strict=True))
-    ]
+    check_outlier_indices(config, [modules[index] for index in certified])
+    layers: list[RaggedLayer] = []
+    for index, (module, shape) in enumerate(zip(modules, shapes, strict=True)):
+        arguments = (index, shape, state, getattr(module, "identity", None), device)
+        if index not in certified:
+            layers.append(DenseLayer(*arguments))
+            continue
+        indices = config.outlier_indices and config.outlier_indices[certified.index(index)]
+        layers.append(CertifiedLayer(*arguments, config.radii, indices))
     return layers, state
+
+
+def _row_seeds(seeds: int | Sequence[int] | None, config: Recipe, batch_size: int) -> tuple[int, ...] | None:
+    """Seed of each row, or None where nothing is dithered."""
+    if not config.store_format.is_dithered:
+        if seeds is not None:
+            raise ValueError(f"seeds are of a recipe with dither, like WitCertConfig; {type(config).__name__} has none")
+        return None
+    if seeds is None:
+        seeds = config.seed
+    rows = (seeds,) * batch_size if isinstance(seeds, int) else tuple(seeds)
+    if len(rows) != batch_size:
+        raise ValueError(f"seeds must be an int or {batch_size} of them, one for each row, got {len(rows)}")
+    for seed in rows:
+        check_seed("seeds", seed)
+    return rows
 
 
 def _certified_indices(modules: list[Any]) -> tuple[int, ...]:
@@ -202,17 +247,17 @@ def _certified_indices(modules: list[Any]) -> tuple[int, ...]:
     return certified or tuple(range(len(modules)))
 
 
-def _converted_modules(model: PreTrainedModel) -> tuple[list[Any], CertifiedInt8Config]:
+def _converted_modules(model: PreTrainedModel) -> tuple[list[Any], Recipe]:
     modules, config = _modules(model, None)
     if not any(hasattr(module, "certified_config") for module in modules):
         raise ValueError(f"model ({type(model).__name__}) is not converted: call torch_witcert.convert(model) first")
     return modules, config
 
 
-def _modules(model: PreTrainedModel, config: CertifiedInt8Config | None) -> tuple[list[Any], CertifiedInt8Config]:
+def _modules(model: PreTrainedModel, config: Recipe | None) -> tuple[list[Any], Recipe]:
     """Attention modules in layer order, and the recipe they have, or else are to get."""
-    if config is not None and not isinstance(config, CertifiedInt8Config):
-        raise TypeError(f"config must be a CertifiedInt8Config or None, got {type(config).__name__}")
+    if config is not None and not isinstance(config, Recipe):
+        raise TypeError(f"config must be a recipe like CertifiedInt8Config(), or None, got {type(config).__name__}")
     modules = [module for _, module in attention_modules(model)]
     recipes = {module.certified_config for module in modules if hasattr(module, "certified_config")}
     if len(recipes) > 1:

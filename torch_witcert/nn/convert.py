@@ -8,12 +8,13 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from transformers import PreTrainedModel
 
-from ..config import CertifiedInt8Config
+from ..config import CertifiedInt8Config, Recipe
 from ..ops.storage import HEAD_DIMS, MODEL_DTYPES
 from .attention import IMPLEMENTATION, CertifiedAttention
 from .compatibility import check_versions
 from .families import CERTIFIED_CLASSES
 from .generation import CachePreparation
+from .outliers import check_outlier_indices
 from .supported import MODEL_TYPES, attention_modules
 
 #: Attribute of a converted model: why attention modules were left dense, by name.
@@ -22,7 +23,7 @@ LEFT_DENSE = "_torch_witcert_left_dense"
 
 def convert(
     model: PreTrainedModel,
-    config: CertifiedInt8Config | None = None,
+    config: Recipe | None = None,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     strict: bool = True,
@@ -33,8 +34,8 @@ def convert(
     :class:`~torch_witcert.CertifiedCache` by itself; forwards of your own take one as their cache argument.
 
     Args:
-        model: Llama, Qwen2 or Mistral from transformers, in bfloat16, float16 or float32, on one device.
-        config: recipe; `CertifiedInt8Config()` where left out.
+        model: Llama, Qwen2, Qwen3, Mistral, Phi3, Gemma2 or GptOss from transformers, in bfloat16, float16 or float32, on one device.
+        config: recipe, a `CertifiedInt8Config` or a `WitCertConfig`; `CertifiedInt8Config()` where left out.
         filter_fn: `filter_fn(module, name)` says which attention modules to convert; all where left out.
         strict: refuse if any attention module is left out. With False such modules read an exact cache, which
             `report(model)` shows as dense.
@@ -48,9 +49,9 @@ def convert(
     """
     check_versions()
     config = CertifiedInt8Config() if config is None else config
-    if not isinstance(config, CertifiedInt8Config):
+    if not isinstance(config, Recipe):
         found = f"the class {config.__name__}: call it" if isinstance(config, type) else type(config).__name__
-        raise TypeError(f"config must be a CertifiedInt8Config, got {found}")
+        raise TypeError(f"config must be a recipe like CertifiedInt8Config(), got {found}")
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"filter_fn must be a function of (module, name) or None, got {type(filter_fn).__name__}")
     if not isinstance(strict, bool):
@@ -58,7 +59,7 @@ def convert(
     _check_model(model)
     chosen, left_dense = [], {}
     for name, module in attention_modules(model):
-        reason = "left out by filter_fn" if filter_fn and not filter_fn(module, name) else _why_not(module)
+        reason = "left out by filter_fn" if filter_fn and not filter_fn(module, name) else _why_not(module, config)
         if reason:
             left_dense[name] = reason
         else:
@@ -71,6 +72,7 @@ def convert(
         raise ValueError(
             f"strict=True refuses to leave attention modules dense: {_by_reason(left_dense)}. Pass strict=False to allow it"
         )
+    check_outlier_indices(config, [model.get_submodule(name) for name in chosen])
     replaced = [(name, certify_module(model.get_submodule(name), config, adopt=False)) for name in chosen]
     for name, module in replaced:
         parent, _, child = name.rpartition(".")
@@ -81,7 +83,7 @@ def convert(
     return model
 
 
-def certify_module(module: nn.Module, config: CertifiedInt8Config, adopt: bool = True) -> CertifiedAttention:
+def certify_module(module: nn.Module, config: Recipe, adopt: bool = True) -> CertifiedAttention:
     """Certified module that shares everything with `module`; what `torchao.quantization.quantize_` calls.
 
     Args:
@@ -92,7 +94,7 @@ def certify_module(module: nn.Module, config: CertifiedInt8Config, adopt: bool =
     Raises:
         ValueError: the module cannot be converted, with the reason.
     """
-    if reason := _why_not(module):
+    if reason := _why_not(module, config):
         raise ValueError(
             f"module {type(module).__name__} cannot be converted: {reason}. With torchao's quantize_ pass a filter_fn that chooses "
             "attention modules, or use torch_witcert.convert(model)"
@@ -176,7 +178,7 @@ def _check_model(model: PreTrainedModel) -> None:
         raise ValueError(f"dtype of model must be one of {MODEL_DTYPES}, got {model.dtype}")
 
 
-def _why_not(module: nn.Module) -> str | None:
+def _why_not(module: nn.Module, config: Recipe) -> str | None:
     """Why an attention module cannot be converted; None where it can."""
     if isinstance(module, CertifiedAttention):
         return "it is already converted; call torch_witcert.restore(model) first"
@@ -190,4 +192,8 @@ def _why_not(module: nn.Module) -> str | None:
         )
     if module.head_dim not in HEAD_DIMS:
         return f"head_dim must be one of {HEAD_DIMS}, got {module.head_dim}"
+    try:
+        config.store_format.key.check_head_dim(module.head_dim)
+    except NotImplementedError as error:
+        return f"{type(config).__name__}: {error}"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..ops.storage import StoreShape
-from .exact import masked_attention, prefill_attention, query_blocks
+from .exact import Scores, masked_attention, prefill_attention, query_blocks
 from .layers import RaggedLayer
 from .step import CacheState
 
@@ -36,8 +36,7 @@ class DenseLayer(RaggedLayer):
         k: torch.Tensor,
         v: torch.Tensor,
         valid: torch.Tensor | None,
-        scale: float,
-        window: int,
+        scores: Scores,
     ) -> torch.Tensor:
         state = self.state
         plan = state.enter(self.index, valid, q.shape[2])
@@ -46,13 +45,13 @@ class DenseLayer(RaggedLayer):
         self.dense_keys.scatter_(2, index, k)
         self.dense_values.scatter_(2, index, v)
         if plan.prefill:
-            out, _ = prefill_attention(q, k, v, plan.positions, plan.ragged, window, scale)
+            out, _ = prefill_attention(q, k, v, plan.positions, plan.ragged, scores)
         else:
             keys, values = self.dense_keys[:, :, : state.capacity], self.dense_values[:, :, : state.capacity]
             slots = torch.arange(state.capacity, dtype=torch.int32, device=q.device).expand(state.batch_size, -1)
             parts = [
-                masked_attention(q[:, :, rows], keys, values, plan.positions[:, rows], slots, window, scale)
-                for rows in query_blocks(q.shape[2], q.shape[1] // k.shape[1])
+                masked_attention(q[:, :, rows], keys, values, plan.positions[:, rows], slots, scores)
+                for rows in query_blocks(q.shape[2], scores.mask_rows(q, k))
             ]
             out = torch.cat(parts, 2)
         state.leave(self.index)

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..config import CertifiedInt8Config
+from ..config import Recipe
 from .cache import CertifiedCache
 from .compatibility import CACHE_ARGUMENT
 
@@ -28,7 +28,7 @@ class CachePreparation:
         config: its recipe.
     """
 
-    def __init__(self, model: PreTrainedModel, config: CertifiedInt8Config) -> None:
+    def __init__(self, model: PreTrainedModel, config: Recipe) -> None:
         self.model = model
         self.config = config
         self.own: CertifiedCache | None = None
@@ -59,7 +59,8 @@ class CachePreparation:
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} is not supported by a converted model, whose "
-                "cache is a torch_witcert.CertifiedCache: leave it out"
+                "cache is a torch_witcert.CertifiedCache: leave it out (model.generation_config.cache_implementation = None where the "
+                "checkpoint names one)"
             )
         if generation_mode not in SUPPORTED_MODES or generation_config.is_assistant:
             mode = (

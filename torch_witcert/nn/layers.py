@@ -11,8 +11,10 @@ from transformers.cache_utils import CacheLayerMixin
 from ..ops.splits import pages_per_split
 from ..ops.storage import StoreShape
 from ..policy.counters import summarize_prefill
-from .exact import prefill_attention
-from .step import CacheState
+from ..policy.outliers import choose_outlier_channels, outlier_channels_of
+from .exact import Scores, prefill_attention
+from .masks import may_synchronize
+from .step import CacheState, StepPlan
 
 LATER = "belongs to a later version of torch_witcert"
 
@@ -72,8 +74,7 @@ class RaggedLayer(CacheLayerMixin):
         k: torch.Tensor,
         v: torch.Tensor,
         valid: torch.Tensor | None,
-        scale: float,
-        window: int,
+        scores: Scores,
     ) -> torch.Tensor:
         """Read, then write: output [B, H, T, D] of q [B, H, T, D] over the stored tokens and the fresh k, v [B, Hkv, T, D]."""
         raise NotImplementedError
@@ -135,17 +136,40 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class CertifiedLayer(RaggedLayer):
-    """A layer whose keys and values live in int8 pages; every read leaves a certificate with the cache."""
+    """A layer whose keys and values live in pages of codes; every read leaves a certificate with the cache.
+
+    Attributes:
+        store: pages and exact tail.
+        outlier_channels: int32 [Hkv, 2m], the channels of the keys that are kept exact; empty for m = 0. Where the recipe names
+            no pairs they are chosen from the keys of the first forward that completes in this cache, if that runs eagerly
+            (else pairs 0 to m - 1 stay), and never again: `reset()` keeps them, so that captured graphs stay valid. The codes
+            then depend on that first prompt; a recipe with `outlier_indices` makes them independent of it.
+    """
 
     def __init__(
-        self, index: int, shape: StoreShape, state: CacheState, identity: object | None, device: torch.device
+        self,
+        index: int,
+        shape: StoreShape,
+        state: CacheState,
+        identity: object | None,
+        device: torch.device,
+        radii: str,
+        outlier_indices: tuple[tuple[int, ...], ...] | None,
     ) -> None:
         super().__init__(index, shape, state, identity, device)
         self.store = shape.allocate(device)
         self.pages_per_split = pages_per_split(shape.page_size, shape.pages_per_row)
+        self.radii = radii
+        self.format_name = shape.store_format.name
+        self.pairs = shape.store_format.key.outlier_pairs
+        self.chooses_outliers = self.pairs > 0 and outlier_indices is None
+        self.outlier_channels = torch.empty(0, dtype=torch.int32, device=device)
+        if self.pairs:
+            indices = outlier_indices or (tuple(range(self.pairs)),) * shape.num_kv_heads
+            self.outlier_channels = outlier_channels_of(indices, shape.head_dim, device=device)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(self.store)
+        return *self.store, self.outlier_channels
 
     def attend(
         self,
@@ -153,13 +177,12 @@ class CertifiedLayer(RaggedLayer):
         k: torch.Tensor,
         v: torch.Tensor,
         valid: torch.Tensor | None,
-        scale: float,
-        window: int,
+        scores: Scores,
     ) -> torch.Tensor:
         state = self.state
         plan = state.enter(self.index, valid, q.shape[2])
         if plan.prefill:
-            out, poisoned = prefill_attention(q, k, v, plan.positions, plan.ragged, window, scale)
+            out, poisoned = prefill_attention(q, k, v, plan.positions, plan.ragged, scores)
             marked = poisoned if plan.overflow is None else poisoned | plan.overflow[:, None]
             plan.summaries.append(summarize_prefill(marked, plan.counts, k.shape[1], state.limits))
         else:
@@ -171,12 +194,37 @@ class CertifiedLayer(RaggedLayer):
                 state.lengths,
                 state.page_table,
                 plan.source_map,
+                plan.log_risk,
+                state.no_floats if scores.sinks is None else scores.sinks,
+                self.outlier_channels,
                 *self.store,
-                scale,
-                window,
+                scores.scale,
+                scores.window,
+                scores.softcap,
                 self.pages_per_split,
+                self.index,
+                self.radii,
+                self.format_name,
             )
             state.add_certificate(certificate)
-        torch.ops.torch_witcert.kv_write(k, v, plan.columns, state.lengths, plan.counts, state.page_table, *self.store)
+        self._choose_outliers(k, plan)
+        torch.ops.torch_witcert.kv_write(
+            k,
+            v,
+            plan.columns,
+            state.lengths,
+            plan.counts,
+            state.page_table,
+            state.seeds,
+            self.outlier_channels,
+            *self.store,
+            self.index,
+            self.format_name,
+        )
         state.leave(self.index)
         return out
+
+    def _choose_outliers(self, k: torch.Tensor, plan: StepPlan) -> None:
+        """Before the first write, and eagerly only: a captured graph must find the same channels ever after."""
+        if self.chooses_outliers and may_synchronize(k) and self.state.untouched:
+            self.outlier_channels.copy_(choose_outlier_channels(k, plan.positions >= 0, self.pairs))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from ..config import CertifiedInt8Config
+from ..config import Recipe
 from .attention import CertifiedAttention
 from .convert import LEFT_DENSE
 from .supported import attention_modules
@@ -18,7 +18,7 @@ class LayerReport:
 
     name: str
     layer: int
-    config: CertifiedInt8Config | None  # the recipe; None where the module was left dense
+    config: Recipe | None  # the recipe; None where the module was left dense
     reason: str  # why it is dense; empty where it is certified
     attention_class: str
     heads: int

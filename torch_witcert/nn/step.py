@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..config import Recipe
 from ..ops.certificate import Field
 from ..ops.storage import POSITION_OVERFLOW, POSITION_PADDING, derive_source_map, identity_page_table
+from ..policy.budget import log_risk, spend
 from ..policy.counters import Counters, Summary, summarize
 from ..policy.gate import Flag, make_limits
 from .masks import may_synchronize
@@ -31,6 +33,8 @@ class StepPlan:
     source_map: torch.Tensor  # int8 [B, Hkv, M]
     overwrites_tail: bool  # writing it may destroy exact tokens that are still needed
     longest_after: int | None  # upper bound on the lengths after it, where the host knows
+    log_risk: torch.Tensor  # float32 [B, T], ln(2 / delta) of the reads; empty where no radius is probabilistic
+    spent: torch.Tensor | None  # int64 [B], query tokens of the request after it; None where it spends nothing
     certificates: list[torch.Tensor] = field(default_factory=list)
     summaries: list[Summary] = field(default_factory=list)
 
@@ -46,7 +50,8 @@ class CacheState:
         num_kv_heads: Hkv.
         certified_layers: model indices of the certified layers.
         num_layers: attention layers of the model, dense ones included.
-        limits: (tau, output limit or None).
+        config: recipe; its limits and its budget are used here.
+        seeds: of each row's dither; None for a recipe without dither.
         device: of every tensor.
     """
 
@@ -59,7 +64,8 @@ class CacheState:
         num_kv_heads: int,
         certified_layers: tuple[int, ...],
         num_layers: int,
-        limits: tuple[float, float | None],
+        config: Recipe,
+        seeds: tuple[int, ...] | None,
         device: torch.device,
     ) -> None:
         self.batch_size = batch_size
@@ -71,7 +77,14 @@ class CacheState:
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.column_count = torch.zeros((), dtype=torch.int64, device=device)
         self.page_table = identity_page_table(batch_size, pages_per_row, device)
-        self.limits = make_limits(*limits, device)
+        self.limits = make_limits(config.limits.tau, config.limits.output_limit, device)
+        self.budget = config.budget
+        self.num_heads = num_heads
+        self.seeds = torch.tensor(seeds or (), dtype=torch.int64, device=device)
+        # Query tokens that certified reads of each row's request have used.
+        self.spent = torch.zeros(batch_size if self.budget else 0, dtype=torch.int64, device=device)
+        # What the operators take in the place of tensors that a recipe or a model does not have.
+        self.no_floats = torch.empty(0, dtype=torch.float32, device=device)
         self.counters = Counters(certified_layers, num_kv_heads, device)
         reads = (len(certified_layers), batch_size, num_heads)
         self.total_variation = torch.zeros(reads, dtype=torch.float32, device=device)
@@ -79,6 +92,8 @@ class CacheState:
         self.flags = torch.full(reads, Flag.IDLE, dtype=torch.int32, device=device)
         self.plan: StepPlan | None = None
         self.empty = True
+        # No forward has ever written here; reset() does not bring that back.
+        self.untouched = True
         # Upper bound on the lengths as far as the host knows; None once a compiled or captured step may have run.
         self.longest: int | None = 0
         # A captured graph can be replayed behind the host's back, so what the host knew is never trusted again.
@@ -90,6 +105,9 @@ class CacheState:
             self.column_count,
             self.page_table,
             self.limits,
+            self.seeds,
+            self.spent,
+            self.no_floats,
             *self.counters.tensors(),
             self.total_variation,
             self.output,
@@ -97,8 +115,9 @@ class CacheState:
         )
 
     def reset(self) -> None:
-        """Forget every token and certificate, in place; the counters go on."""
+        """Forget every token, certificate and query token of the requests, in place; the counters go on, seeds stay."""
         self.lengths.zero_()
+        self.spent.zero_()
         self.column_count.zero_()
         self.total_variation.zero_()
         self.output.zero_()
@@ -135,8 +154,11 @@ class CacheState:
         self.output.copy_(summary.worst[..., Field.OUTPUT])
         self.flags.copy_(summary.flags)
         self.lengths.add_(plan.counts)
+        if plan.spent is not None:
+            self.spent.copy_(plan.spent)
         self.column_count.add_(plan.new_tokens)
         self.empty = False
+        self.untouched = False
         self.longest = plan.longest_after
         self.plan = None
 
@@ -187,6 +209,12 @@ class CacheState:
             counts = torch.where(overflow, 0, counts)
             positions = torch.where(overflow[:, None] & (positions != POSITION_PADDING), POSITION_OVERFLOW, positions)
         prefill = new_tokens > 1 and self._is_empty()
+        risk, spent = self.no_floats, None
+        if self.budget is not None and not prefill:
+            spent = self.spent.clone()
+            # Padding before the first token would have number 0; its certificate is 0 whatever it may spend.
+            step = spend(spent, positions >= 0).clamp_min(1)
+            risk = log_risk(self.budget, len(self.counters.layers), self.num_heads, step)
         return StepPlan(
             new_tokens=new_tokens,
             prefill=prefill,
@@ -198,6 +226,8 @@ class CacheState:
             source_map=derive_source_map(lengths, self.num_kv_heads, self.pages_per_row, self.page_size),
             overwrites_tail=new_tokens > self.page_size and not prefill,
             longest_after=longest_after,
+            log_risk=risk,
+            spent=spent,
         )
 
     def _is_empty(self) -> bool:

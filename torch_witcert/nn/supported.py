@@ -6,14 +6,26 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.phi3.modeling_phi3 import Phi3Attention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 #: Attention classes of the supported families.
-ATTENTION_CLASSES: tuple[type[nn.Module], ...] = (LlamaAttention, Qwen2Attention, MistralAttention)
+ATTENTION_CLASSES: tuple[type[nn.Module], ...] = (
+    LlamaAttention,
+    Qwen2Attention,
+    MistralAttention,
+    Qwen3Attention,
+    Phi3Attention,
+    Gemma2Attention,
+    GptOssAttention,
+)
 #: `config.model_type` of the supported models.
-MODEL_TYPES = ("llama", "qwen2", "mistral")
+MODEL_TYPES = ("llama", "qwen2", "mistral", "qwen3", "phi3", "gemma2", "gpt_oss")
 
 
 def attention_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:

@@ -14,6 +14,10 @@ import torch
 
 from . import arithmetic as ar
 from .arithmetic import Arithmetic
+from .dither import GRID_ERROR
+from .formats import DEFAULT, KEY_GROUP, StoreFormat
+from .quantize import outlier_mask
+from .radii import DETERMINISTIC, Radii
 from .storage import Note
 
 
@@ -157,48 +161,108 @@ def output_bounds(
 
 
 class CodeRadius(NamedTuple):
-    """Radii of code pages [..., R, M] for R query rows and M pages."""
+    """What radii of code pages are made of, [..., R, J] for R query rows and J pages (or tokens)."""
 
-    step: torch.Tensor  # c_L1 = sm_scale * sum |q_c| scale_c / 2
+    unit: torch.Tensor  # sm_scale * sum |q_c| scale_c
+    square: torch.Tensor  # sm_scale * sqrt(sum q_c^2 scale_c^2)
     residual: torch.Tensor  # sm_scale * ||q|| * max ||K_t - K^_t||
-    scaled_residual: torch.Tensor  # sm_scale * ||q o scale|| * max ||(K_t - K^_t) / scale||
+    scaled_residual: torch.Tensor  # square * max ||(K_t - K^_t) / scale||
     zero: torch.Tensor  # sm_scale * sum |q_c zero_c|, no radius: for the arithmetic
+    bypass: torch.Tensor  # sm_scale * ||q|| over the outlier channels * max ||K_t||, likewise
     finite: torch.Tensor  # False on a page that holds a NaN or an Inf: nothing bounds its error
+    store_format: StoreFormat
 
-    def total(self, arithmetic: Arithmetic | None = None) -> torch.Tensor:
-        """The smallest of the three, with the arithmetic of a code page."""
-        smallest = torch.minimum(self.step, torch.minimum(self.residual, self.scaled_residual))
+    def total(
+        self,
+        arithmetic: Arithmetic | None = None,
+        radii: Radii = DETERMINISTIC,
+        log_risk: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The smallest of the radii allowed, with the arithmetic of a code page.
+
+        Args:
+            arithmetic: adds the rounding of scores; None for real arithmetic.
+            radii: which kinds are allowed.
+            log_risk: ln(2 / delta) of the read, broadcast to [..., R]; for probabilistic radii.
+            tokens: quantized tokens that the read can see, likewise: the union that delta is shared by.
+        """
+        smallest = torch.full_like(self.unit, float("inf"))
+        if radii.step:
+            smallest = self.unit * self.store_format.key.grid.max_error
+        if radii.residual:
+            smallest = torch.minimum(smallest, torch.minimum(self.residual, self.scaled_residual))
+        if radii.probabilistic:
+            deviation = ((log_risk + tokens.to(log_risk.dtype).clamp_min(1).log()) / 6).sqrt()[..., None]
+            probable = torch.where(deviation.isfinite(), self.square * deviation + self.unit * GRID_ERROR, float("inf"))
+            smallest = torch.minimum(smallest, probable)
         radius = smallest * (1 + ar.RADIUS_RELATIVE)
         if arithmetic is not None:
-            radius = radius + 254 * self.step * arithmetic.code_step + self.zero * arithmetic.code_zero
-            radius = radius + arithmetic.score_steps
+            radius = radius + self.unit * arithmetic.code_step + self.zero * arithmetic.code_zero
+            radius = radius + self.bypass * arithmetic.exact_dot + arithmetic.score_steps
         return torch.where(self.finite, radius, float("inf"))
 
 
 def code_radius(
-    q: torch.Tensor, k_scale: torch.Tensor, k_zero: torch.Tensor, page_notes: torch.Tensor, sm_scale: float
+    q: torch.Tensor,
+    k_scale: torch.Tensor,
+    k_zero: torch.Tensor,
+    page_notes: torch.Tensor,
+    sm_scale: float,
+    store_format: StoreFormat = DEFAULT,
+    outlier_channels: torch.Tensor | None = None,
+    by_token: bool = False,
 ) -> CodeRadius:
-    """Deterministic radii of code pages; no assumption on the data (DESIGN section 7).
+    """Radii of code pages (DESIGN section 7).
 
     Args:
-        q: [..., R, D].
-        k_scale, k_zero: [..., M, D].
-        page_notes: [..., M, Note.COUNT].
+        q: [..., Hkv, R, D].
+        k_scale: [..., Hkv, M, D], or [..., Hkv, M, P, D / 32] where keys are scaled per token.
+        k_zero: [..., Hkv, M, D], or empty.
+        page_notes: [..., Hkv, M, Note.COUNT].
         sm_scale: softmax scale.
+        store_format: of the store.
+        outlier_channels: int32 [Hkv, 2m], where the format has outlier pairs.
+        by_token: one radius for each token of a format that scales keys per token, J = M * P, instead of each page's largest.
     """
-    magnitude, scale = q.abs(), k_scale.to(q.dtype)
-    step = magnitude @ scale.mT * (sm_scale / 2)
-    zero = magnitude @ k_zero.to(q.dtype).abs().mT * sm_scale
-    norm = magnitude.clamp_min(ar.NORM_FLOOR).square()
-    scaled = (norm @ scale.clamp_min(ar.NORM_FLOOR).square().mT).sqrt() * sm_scale
-    plain = norm.sum(-1, keepdim=True).sqrt() * sm_scale
+    key = store_format.key
     notes = page_notes.to(q.dtype)
+    key_norm = notes[..., None, :, Note.KEY_NORM]
+    magnitude = q.abs()
+    bypass = torch.zeros_like(key_norm)
+    if key.outlier_pairs:
+        outlier = outlier_mask(outlier_channels, q.shape[-1])[:, None, :]
+        norm = torch.where(outlier, magnitude, 0.0).clamp_min(ar.NORM_FLOOR).square().sum(-1, keepdim=True).sqrt()
+        bypass = norm * key_norm * sm_scale
+        magnitude = torch.where(outlier, 0.0, magnitude)
+    square = magnitude.clamp_min(ar.NORM_FLOOR).square()
+    plain = square.sum(-1, keepdim=True).sqrt() * sm_scale
+    scale = k_scale.to(q.dtype)
+    of_unit, of_square = magnitude, square
+    if key.per_token:
+        of_unit, of_square = (part.unflatten(-1, (-1, KEY_GROUP)).sum(-1) for part in (magnitude, square))
+        scale = scale.flatten(-3, -2)
+    unit = of_unit @ scale.mT * sm_scale
+    square = (of_square @ scale.clamp_min(ar.NORM_FLOOR).square().mT).sqrt() * sm_scale
+    if key.per_token:
+        page_size = k_scale.shape[-2]
+        if by_token:
+            notes = notes.repeat_interleave(page_size, -2)
+            bypass, key_norm = (part.repeat_interleave(page_size, -1) for part in (bypass, key_norm))
+        else:
+            unit, square = (part.unflatten(-1, (-1, page_size)).amax(-1) for part in (unit, square))
+    zero = torch.zeros_like(unit)
+    if key.is_asymmetric:
+        zero = magnitude @ k_zero.to(q.dtype).abs().mT * sm_scale
     return CodeRadius(
-        step,
+        unit,
+        square,
         plain * notes[..., None, :, Note.KEY_ERROR],
-        scaled * notes[..., None, :, Note.KEY_ERROR_SCALED],
+        square * notes[..., None, :, Note.KEY_ERROR_SCALED],
         zero,
-        notes[..., None, :, Note.KEY_NORM].isfinite(),
+        bypass,
+        key_norm.isfinite(),
+        store_format,
     )
 
 
@@ -237,7 +301,7 @@ def certify(read: Read, arithmetic: Arithmetic) -> torch.Tensor:
     groups, relative = read.groups, arithmetic.sum_relative
     code_mass = groups.mass[..., :-1].sum(-1)
     tv = total_variation_bounds(groups, arithmetic).minimum() * (1 + 2.0**-20) + 2.0**-22
-    rounded_tv = torch.where(tv.isinf(), tv, (tv + code_mass * (ar.WEIGHT_ROUNDING / 2)).clamp_max(1))
+    rounded_tv = torch.where(tv.isinf(), tv, (tv + code_mass * (arithmetic.weight_rounding / 2)).clamp_max(1))
 
     e_val = (read.scaled_mass * read.value_error_note).sum(-1) * (1 + relative)
     norms = groups.mass * read.value_norm

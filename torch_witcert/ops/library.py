@@ -48,19 +48,29 @@ def _checked_write(launch):
         lengths: torch.Tensor,
         counts: torch.Tensor,
         page_table: torch.Tensor,
+        seeds: torch.Tensor,
+        outlier_channels: torch.Tensor,
         k_codes: torch.Tensor,
         k_scale: torch.Tensor,
         k_zero: torch.Tensor,
+        k_bypass: torch.Tensor,
         v_codes: torch.Tensor,
         v_scale: torch.Tensor,
+        v_zero: torch.Tensor,
         page_notes: torch.Tensor,
+        page_keys: torch.Tensor,
         k_tail: torch.Tensor,
         v_tail: torch.Tensor,
+        layer: int,
+        store_format: str,
     ) -> None:
-        store = PagedStore(k_codes, k_scale, k_zero, v_codes, v_scale, page_notes, k_tail, v_tail)
-        validate_write(k, v, columns, lengths, counts, page_table, store)
+        store = PagedStore(
+            k_codes, k_scale, k_zero, k_bypass, v_codes, v_scale, v_zero, page_notes, page_keys, k_tail, v_tail
+        )
+        arguments = (k, v, columns, lengths, counts, page_table, seeds, outlier_channels)
+        validate_write(*arguments, store, layer, store_format)
         with _full_precision(k):
-            launch(k, v, columns, lengths, counts, page_table, *store)
+            launch(*arguments, *store, layer, store_format)
 
     return kv_write
 
@@ -74,26 +84,36 @@ def _checked_attention(launch):
         lengths: torch.Tensor,
         page_table: torch.Tensor,
         source_map: torch.Tensor,
+        log_risk: torch.Tensor,
+        sinks: torch.Tensor,
+        outlier_channels: torch.Tensor,
         k_codes: torch.Tensor,
         k_scale: torch.Tensor,
         k_zero: torch.Tensor,
+        k_bypass: torch.Tensor,
         v_codes: torch.Tensor,
         v_scale: torch.Tensor,
+        v_zero: torch.Tensor,
         page_notes: torch.Tensor,
+        page_keys: torch.Tensor,
         k_tail: torch.Tensor,
         v_tail: torch.Tensor,
         sm_scale: float,
         window: int,
+        softcap: float,
         pages_per_split: int,
+        layer: int,
+        radii: str,
+        store_format: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        store = PagedStore(k_codes, k_scale, k_zero, v_codes, v_scale, page_notes, k_tail, v_tail)
-        validate_attention(
-            q, k, v, positions, lengths, page_table, source_map, store, sm_scale, window, pages_per_split
+        store = PagedStore(
+            k_codes, k_scale, k_zero, k_bypass, v_codes, v_scale, v_zero, page_notes, page_keys, k_tail, v_tail
         )
+        state = (q, k, v, positions, lengths, page_table, source_map, log_risk, sinks, outlier_channels)
+        numbers = (sm_scale, window, softcap, pages_per_split, layer, radii, store_format)
+        validate_attention(*state, store, *numbers)
         with _full_precision(q):
-            return launch(
-                q, k, v, positions, lengths, page_table, source_map, *store, sm_scale, window, pages_per_split
-            )
+            return launch(*state, *store, *numbers)
 
     return certified_attention
 

@@ -6,9 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+from . import arithmetic as ar
 from . import certificate as cert
 from .arithmetic import Arithmetic
-from .quantize import norm_up, quantize_page
+from .codes import decode, unpack
+from .dither import dither, page_key
+from .formats import KEY_GROUP, StoreFormat
+from .quantize import dequantize_values, norm_up, outlier_mask, quantize_page
+from .radii import Radii, parse_radii
 from .storage import POSITION_OVERFLOW, SOURCE_CODES, Note, PagedStore
 
 #: Query rows that the reference scores at a time, to bound its memory.
@@ -22,17 +27,28 @@ def kv_write_reference(
     lengths: torch.Tensor,
     counts: torch.Tensor,
     page_table: torch.Tensor,
+    seeds: torch.Tensor,
+    outlier_channels: torch.Tensor,
     k_codes: torch.Tensor,
     k_scale: torch.Tensor,
     k_zero: torch.Tensor,
+    k_bypass: torch.Tensor,
     v_codes: torch.Tensor,
     v_scale: torch.Tensor,
+    v_zero: torch.Tensor,
     page_notes: torch.Tensor,
+    page_keys: torch.Tensor,
     k_tail: torch.Tensor,
     v_tail: torch.Tensor,
+    layer: int,
+    store_format: str,
 ) -> None:
     """Append tokens to rows and quantize the pages that fill. Shapes: DESIGN section 5."""
-    page_size, ring = k_codes.shape[2], k_tail.shape[2]
+    parsed = StoreFormat.parse(store_format)
+    store = PagedStore(
+        k_codes, k_scale, k_zero, k_bypass, v_codes, v_scale, v_zero, page_notes, page_keys, k_tail, v_tail
+    )
+    page_size, ring = store.page_size, k_tail.shape[2]
     for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
         if count == 0:
             continue
@@ -45,14 +61,36 @@ def kv_write_reference(
             end = last * page_size - length
             full_k = torch.cat([k_tail[row][:, kept], new_k[:, :end]], 1).unflatten(1, (-1, page_size))
             full_v = torch.cat([v_tail[row][:, kept], new_v[:, :end]], 1).unflatten(1, (-1, page_size))
-            page = quantize_page(full_k.transpose(0, 1), full_v.transpose(0, 1))
             physical = page_table[row, first:last].long()
-            for tensor, part in zip((k_codes, k_scale, k_zero, v_codes, v_scale, page_notes), page, strict=True):
-                tensor[physical] = part
+            if parsed.is_dithered:
+                page_keys[physical] = page_key(seeds[row], torch.arange(first, last))[:, None]
+            page = quantize_page(
+                full_k.transpose(0, 1),
+                full_v.transpose(0, 1),
+                parsed,
+                outlier_channels,
+                *_page_dither(store, physical, layer, parsed),
+            )
+            for name, part in page._asdict().items():
+                if part.numel():
+                    getattr(store, name)[physical] = part
         start = max(length, (last - 1) * page_size)
         slots = torch.arange(start, total) % ring
         k_tail[row][:, slots] = new_k[:, start - length :]
         v_tail[row][:, slots] = new_v[:, start - length :]
+
+
+def _page_dither(
+    store: PagedStore, physical: torch.Tensor, layer: int, store_format: StoreFormat
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Dither of K and of V of physical pages [n], float32 [n, Hkv, P, D]; None where the format has none."""
+    if not store_format.is_dithered:
+        return None, None
+    keys, size, dim = store.page_keys[physical], store.page_size, store.k_tail.shape[-1]
+    return (
+        dither(keys, layer, False, store_format.key.dither, size, dim),
+        dither(keys, layer, True, store_format.value.dither, size, dim),
+    )
 
 
 class _Row(NamedTuple):
@@ -60,17 +98,31 @@ class _Row(NamedTuple):
 
     page_positions: torch.Tensor  # [m, P]
     is_code: torch.Tensor  # bool [Hkv, m], read as codes by that head
-    k_codes: torch.Tensor  # [Hkv, m, P, D]
-    k_scale: torch.Tensor  # [Hkv, m, D]
-    k_zero: torch.Tensor  # [Hkv, m, D]
-    v_codes: torch.Tensor  # [Hkv, m, P, D]
-    v_scale: torch.Tensor  # [Hkv, m, P]
+    keys: torch.Tensor  # [Hkv, m, P, D], K^ less its zero; 0 in outlier channels
+    k_scale: torch.Tensor  # [Hkv, m, ..], as stored
+    k_zero: torch.Tensor  # [Hkv, m, D], or empty
+    bypass: torch.Tensor  # [Hkv, m, P, 2m], or empty
+    values: torch.Tensor  # [Hkv, m, P, D], V^
+    largest_scale: torch.Tensor  # [Hkv, m, P], largest scale of a token's values; 0 where they are exact
     notes: torch.Tensor  # [Hkv, m, Note.COUNT]
     exact_positions: torch.Tensor  # [e], negative where there is no token
     exact_k: torch.Tensor  # [Hkv, e, D], 0 where not finite
     exact_v: torch.Tensor  # [Hkv, e, D], 0 where not finite
     key_norm: torch.Tensor  # [Hkv, e], +inf where K or V is not finite
     value_norm: torch.Tensor  # [Hkv, e], likewise
+
+
+class _Options(NamedTuple):
+    """What all rows of a read share."""
+
+    sm_scale: float
+    window: int
+    softcap: float
+    radii: Radii
+    store_format: StoreFormat
+    outlier_channels: torch.Tensor
+    sinks: torch.Tensor  # float32 [Hkv, R], or empty
+    arithmetic: Arithmetic
 
 
 def certified_attention_reference(
@@ -81,36 +133,66 @@ def certified_attention_reference(
     lengths: torch.Tensor,
     page_table: torch.Tensor,
     source_map: torch.Tensor,
+    log_risk: torch.Tensor,
+    sinks: torch.Tensor,
+    outlier_channels: torch.Tensor,
     k_codes: torch.Tensor,
     k_scale: torch.Tensor,
     k_zero: torch.Tensor,
+    k_bypass: torch.Tensor,
     v_codes: torch.Tensor,
     v_scale: torch.Tensor,
+    v_zero: torch.Tensor,
     page_notes: torch.Tensor,
+    page_keys: torch.Tensor,
     k_tail: torch.Tensor,
     v_tail: torch.Tensor,
     sm_scale: float,
     window: int,
+    softcap: float,
     pages_per_split: int,
+    layer: int,
+    radii: str,
+    store_format: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention over code pages, exact tail and fresh tokens, with its certificate. Shapes: DESIGN section 5."""
     batch, heads, new_tokens, dim = q.shape
-    kv_heads, page_size = k.shape[1], k_codes.shape[2]
+    kv_heads = k.shape[1]
     group = heads // kv_heads
-    store = PagedStore(k_codes, k_scale, k_zero, v_codes, v_scale, page_notes, k_tail, v_tail)
-    arithmetic = Arithmetic.of(dim, page_size, page_table.shape[1], pages_per_split, new_tokens, q.dtype)
+    parsed = StoreFormat.parse(store_format)
+    store = PagedStore(
+        k_codes, k_scale, k_zero, k_bypass, v_codes, v_scale, v_zero, page_notes, page_keys, k_tail, v_tail
+    )
+    arithmetic = Arithmetic.of(
+        dim, store.page_size, page_table.shape[1], pages_per_split, new_tokens, q.dtype, parsed, softcap
+    )
+    kinds = parse_radii(radii, parsed)
     out = q.new_empty((batch, heads, new_tokens, dim))
     lse = q.new_empty((batch, heads, new_tokens), dtype=torch.float32)
     certificate = q.new_empty((batch, heads, new_tokens, cert.Field.COUNT), dtype=torch.float32)
     # A row is computed alone, on its own shapes, so that its bits do not depend on its neighbours.
     for index, length in enumerate(lengths.tolist()):
         row = _gather_row(
-            k[index], v[index], positions[index], length, page_table[index], source_map[index], index, store
+            k[index],
+            v[index],
+            positions[index],
+            length,
+            page_table[index],
+            source_map[index],
+            index,
+            store,
+            layer,
+            parsed,
         )
         for start in range(0, new_tokens, QUERY_CHUNK):
             here = slice(start, start + QUERY_CHUNK)
             queries = q[index, :, here].float().unflatten(0, (kv_heads, group)).flatten(1, 2)
-            parts = _attend(row, queries, positions[index, here].repeat(group), sm_scale, window, arithmetic)
+            risk = log_risk[index, here].repeat(group) if kinds.probabilistic else None
+            here_sinks = sinks
+            if sinks.numel():
+                here_sinks = sinks.view(kv_heads, group).repeat_interleave(queries.shape[1] // group, 1)
+            options = _Options(sm_scale, window, softcap, kinds, parsed, outlier_channels, here_sinks, arithmetic)
+            parts = _attend(row, queries, positions[index, here].repeat(group), length, risk, options)
             for target, part in zip((out, lse, certificate), parts, strict=True):
                 target[index, :, here] = part.unflatten(1, (group, -1)).flatten(0, 1).to(target.dtype)
     return out, lse, certificate
@@ -125,24 +207,41 @@ def _gather_row(
     source_map: torch.Tensor,
     index: int,
     store: PagedStore,
+    layer: int,
+    store_format: StoreFormat,
 ) -> _Row:
     """Code pages, exact tail and fresh tokens of one row; k, v [Hkv, T, D], page_table [M], source_map [Hkv, M]."""
     page_size, ring = store.page_size, store.k_tail.shape[2]
+    key, value = store_format.key, store_format.value
     slots = (source_map == SOURCE_CODES).any(0).nonzero()[:, 0]
     physical = page_table[slots].long()
+
+    def of_pages(part: torch.Tensor) -> torch.Tensor:
+        return part[physical].transpose(0, 1) if part.numel() else part
+
+    k_dither, v_dither = _page_dither(store, physical, layer, store_format)
+    # Zero and outliers are multiplied apart.
+    keys = decode(unpack(store.k_codes[physical], key.grid.bits), key.grid)
+    keys = keys if k_dither is None else keys - k_dither
+    scale = store.k_scale[physical].float()
+    keys = keys * (scale.repeat_interleave(KEY_GROUP, -1) if key.per_token else scale[..., None, :])
+    parts = (store.v_codes[physical], *(p[physical] if p.numel() else p for p in (store.v_scale, store.v_zero)))
+    values = dequantize_values(*parts, store_format, v_dither, torch.float32)
     old = torch.arange(length // page_size * page_size, length, device=k.device)
     exact_k = torch.cat([store.k_tail[index][:, old % ring], k], 1).float()
     exact_v = torch.cat([store.v_tail[index][:, old % ring], v], 1).float()
     finite = (exact_k.isfinite() & exact_v.isfinite()).all(-1)
+    scales = of_pages(store.v_scale).float()
     return _Row(
         page_positions=slots[:, None] * page_size + torch.arange(page_size, device=k.device),
         is_code=source_map[:, slots] == SOURCE_CODES,
-        k_codes=store.k_codes[physical].transpose(0, 1).float(),
-        k_scale=store.k_scale[physical].transpose(0, 1).float(),
-        k_zero=store.k_zero[physical].transpose(0, 1).float(),
-        v_codes=store.v_codes[physical].permute(1, 0, 3, 2).float(),
-        v_scale=store.v_scale[physical].transpose(0, 1)[..., 0].float(),
-        notes=store.page_notes[physical].transpose(0, 1),
+        keys=keys.transpose(0, 1),
+        k_scale=of_pages(store.k_scale),
+        k_zero=of_pages(store.k_zero).float(),
+        bypass=of_pages(store.k_bypass).float(),
+        values=values.transpose(0, 1),
+        largest_scale=values.new_zeros(values.shape[:3]).transpose(0, 1) if value.is_exact else scales.amax(-1),
+        notes=of_pages(store.page_notes),
         exact_positions=torch.cat([old, positions]),
         exact_k=torch.where(exact_k.isfinite(), exact_k, 0.0),
         exact_v=torch.where(exact_v.isfinite(), exact_v, 0.0),
@@ -152,35 +251,54 @@ def _gather_row(
 
 
 def _attend(
-    row: _Row, queries: torch.Tensor, position: torch.Tensor, sm_scale: float, window: int, arithmetic: Arithmetic
+    row: _Row, queries: torch.Tensor, position: torch.Tensor, length: int, risk: torch.Tensor | None, options: _Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, lse and certificate of query rows [Hkv, R, D] at positions [R]."""
     at = position[:, None]
+    window, arithmetic, key = options.window, options.arithmetic, options.store_format.key
     oldest = at - window if window else torch.full_like(at, -1)
     seen = (row.page_positions.flatten() > oldest) & (at >= 0)
     seen = seen.unflatten(-1, row.page_positions.shape) & row.is_code[:, None, :, None]
     exact_seen = (row.exact_positions >= 0) & (row.exact_positions <= at) & (row.exact_positions > oldest)
 
-    scaled_q = queries * sm_scale
-    scores = torch.einsum("hmrd,hmpd->hrmp", scaled_q[:, None] * row.k_scale[:, :, None], row.k_codes)
-    scores = scores + torch.einsum("hrd,hmd->hrm", scaled_q, row.k_zero)[..., None]
-    scores = scores.masked_fill(~seen, float("-inf"))
-    exact_scores = (scaled_q @ row.exact_k.mT).masked_fill(~exact_seen, float("-inf"))
+    def cap(scores: torch.Tensor) -> torch.Tensor:
+        return options.softcap * torch.tanh(scores / options.softcap) if options.softcap else scores
 
-    reference = torch.cat([scores.flatten(2), exact_scores], -1).amax(-1)
+    scaled_q = queries * options.sm_scale
+    code_q = scaled_q
+    if key.outlier_pairs:
+        code_q = torch.where(outlier_mask(options.outlier_channels, scaled_q.shape[-1])[:, None, :], 0.0, scaled_q)
+    scores = torch.einsum("hrd,hmpd->hrmp", code_q, row.keys)
+    if key.is_asymmetric:
+        scores = scores + torch.einsum("hrd,hmd->hrm", code_q, row.k_zero)[..., None]
+    if key.outlier_pairs:
+        index = options.outlier_channels.long()[:, None, :].expand(-1, scaled_q.shape[1], -1)
+        scores = scores + torch.einsum("hrd,hmpd->hrmp", scaled_q.gather(-1, index), row.bypass)
+    scores = cap(scores).masked_fill(~seen, float("-inf"))
+    exact_scores = cap(scaled_q @ row.exact_k.mT).masked_fill(~exact_seen, float("-inf"))
+    # A sink is an exact token without a value.
+    sink = options.sinks if options.sinks.numel() else torch.full_like(scaled_q[..., 0], float("-inf"))
+
+    reference = torch.cat([scores.flatten(2), exact_scores, sink[..., None]], -1).amax(-1)
     reference = torch.where(reference.isneginf(), 0.0, reference)
     weights = torch.exp(scores - reference[..., None, None])
     exact_weights = torch.exp(exact_scores - reference[..., None])
-    total = weights.sum((-1, -2)) + exact_weights.sum(-1)
+    sink_weight = torch.exp(sink - reference)
+    exact_mass = exact_weights.sum(-1) + sink_weight
+    total = weights.sum((-1, -2)) + exact_mass
     divisor = torch.where(total == 0, 1.0, total)
-    scaled = weights * row.v_scale[:, None]
-    output = torch.einsum("hrmp,hmpd->hrd", scaled, row.v_codes) + exact_weights @ row.exact_v
+    output = torch.einsum("hrmp,hmpd->hrd", weights, row.values) + exact_weights @ row.exact_v
     output = output / divisor[..., None]
 
-    read_page, read_exact = seen.any(-1), exact_seen.any(-1).expand_as(total)
+    read_page, read_exact = seen.any(-1), (exact_seen.any(-1) | (sink_weight > 0)).expand_as(total)
     key_norm = torch.where(exact_seen, row.key_norm[:, None], 0.0).amax(-1)
     value_norm = torch.where(exact_seen, row.value_norm[:, None], 0.0).amax(-1)
-    radius = cert.code_radius(queries, row.k_scale, row.k_zero, row.notes, sm_scale).total(arithmetic)
+    tokens = torch.full_like(position, length // row.page_positions.shape[-1] * row.page_positions.shape[-1])
+    radius = cert.code_radius(
+        queries, row.k_scale, row.k_zero, row.notes, options.sm_scale, options.store_format, options.outlier_channels
+    ).total(arithmetic, options.radii, risk, tokens)
+    exact_radius = cert.exact_radius(queries, key_norm, options.sm_scale, arithmetic)
+    exact_radius = exact_radius + torch.where(sink.isinf(), 0.0, sink.abs()) * ar.SINK_ERROR
 
     def join(pages: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
         """Groups of the certificate: code pages, then the exact tokens; 0 where nothing is read."""
@@ -189,15 +307,16 @@ def _attend(
 
     nothing = torch.zeros_like(total)
     code_tokens = seen.sum((-1, -2)).float()
+    scaled_mass = (weights * row.largest_scale[:, None]).sum(-1)
     fields = cert.certify(
         cert.Read(
             cert.Groups(
-                mass=join(weights.sum(-1), exact_weights.sum(-1)) / divisor[..., None],
-                radius=join(radius, cert.exact_radius(queries, key_norm, sm_scale, arithmetic)),
-                top=join(weights.amax(-1), exact_weights.amax(-1)) / divisor[..., None],
+                mass=join(weights.sum(-1), exact_mass) / divisor[..., None],
+                radius=join(radius, exact_radius),
+                top=join(weights.amax(-1), torch.maximum(exact_weights.amax(-1), sink_weight)) / divisor[..., None],
             ),
             value_norm=join(row.notes[..., None, :, Note.VALUE_NORM], value_norm),
-            scaled_mass=join(scaled.sum(-1), nothing) / divisor[..., None],
+            scaled_mass=join(scaled_mass, nothing) / divisor[..., None],
             value_error_note=join(row.notes[..., None, :, Note.VALUE_ERROR], nothing),
             output_norm=output.norm(dim=-1),
             code_tokens=code_tokens,

@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from .formats import StoreFormat
+from .radii import parse_radii
 from .storage import HEAD_DIMS, MODEL_DTYPES, PAGE_SIZES, PagedStore, tensor_shapes
 
 
@@ -18,7 +20,15 @@ def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torc
         raise ValueError(f"{name} must be on {device}, like k, got {tensor.device}")
 
 
-def validate_store(k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, store: PagedStore) -> None:
+def validate_store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    page_table: torch.Tensor,
+    outlier_channels: torch.Tensor,
+    store: PagedStore,
+    layer: int,
+    store_format: str,
+) -> None:
     """Check fresh keys and values against the store; raises ValueError or NotImplementedError naming the argument."""
     if k.ndim != 4:
         raise ValueError(f"k must have shape [B, Hkv, T, D], got {list(k.shape)}")
@@ -27,12 +37,19 @@ def validate_store(k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, s
         raise NotImplementedError(f"dtype of k must be one of {MODEL_DTYPES}, got {k.dtype}")
     if dim not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim must be one of {HEAD_DIMS}, got {dim}")
-    pages, size = store.k_codes.shape[0], store.k_codes.shape[2]
-    if size not in PAGE_SIZES:
-        raise NotImplementedError(f"page size (dimension 2 of k_codes) must be one of {PAGE_SIZES}, got {size}")
+    if store.k_tail.ndim != 4 or store.page_size not in PAGE_SIZES:
+        raise NotImplementedError(
+            f"page size (half of dimension 2 of k_tail) must be one of {PAGE_SIZES}, got k_tail {list(store.k_tail.shape)}"
+        )
+    parsed = StoreFormat.parse(store_format)
+    parsed.key.check_head_dim(dim)
+    _expect_int("layer", layer, 0)
+    pages, size = store.k_codes.shape[0], store.page_size
     _expect("v", v, (batch, heads, new_tokens, dim), k.dtype, k.device)
     _expect("page_table", page_table, (batch, page_table.shape[-1]), torch.int32, k.device)
-    for name, (shape, dtype) in tensor_shapes(pages, batch, heads, size, dim, k.dtype).items():
+    pairs = parsed.key.outlier_pairs
+    _expect("outlier_channels", outlier_channels, (heads, 2 * pairs) if pairs else (0,), torch.int32, k.device)
+    for name, (shape, dtype) in tensor_shapes(pages, batch, heads, size, dim, k.dtype, parsed).items():
         tensor = getattr(store, name)
         _expect(name, tensor, shape, dtype, k.device)
         if not tensor.is_contiguous():
@@ -46,14 +63,20 @@ def validate_write(
     lengths: torch.Tensor,
     counts: torch.Tensor,
     page_table: torch.Tensor,
+    seeds: torch.Tensor,
+    outlier_channels: torch.Tensor,
     store: PagedStore,
+    layer: int,
+    store_format: str,
 ) -> None:
     """Check the arguments of `kv_write`."""
-    validate_store(k, v, page_table, store)
+    validate_store(k, v, page_table, outlier_channels, store, layer, store_format)
     batch, _, new_tokens, _ = k.shape
     _expect("columns", columns, (batch, new_tokens), torch.int32, k.device)
     _expect("lengths", lengths, (batch,), torch.int32, k.device)
     _expect("counts", counts, (batch,), torch.int32, k.device)
+    dithered = StoreFormat.parse(store_format).is_dithered
+    _expect("seeds", seeds, (batch,) if dithered else (0,), torch.int64, k.device)
 
 
 def validate_attention(
@@ -64,13 +87,20 @@ def validate_attention(
     lengths: torch.Tensor,
     page_table: torch.Tensor,
     source_map: torch.Tensor,
+    log_risk: torch.Tensor,
+    sinks: torch.Tensor,
+    outlier_channels: torch.Tensor,
     store: PagedStore,
     sm_scale: float,
     window: int,
+    softcap: float,
     pages_per_split: int,
+    layer: int,
+    radii: str,
+    store_format: str,
 ) -> None:
     """Check the arguments of `certified_attention`."""
-    validate_store(k, v, page_table, store)
+    validate_store(k, v, page_table, outlier_channels, store, layer, store_format)
     batch, kv_heads, new_tokens, dim = k.shape
     if q.ndim != 4 or (q.shape[0], q.shape[2], q.shape[3]) != (batch, new_tokens, dim) or q.dtype != k.dtype:
         raise ValueError(
@@ -84,6 +114,11 @@ def validate_attention(
     _expect("positions", positions, (batch, new_tokens), torch.int32, k.device)
     _expect("lengths", lengths, (batch,), torch.int32, k.device)
     _expect("source_map", source_map, (batch, kv_heads, page_table.shape[1]), torch.int8, k.device)
+    kinds = parse_radii(radii, StoreFormat.parse(store_format))
+    _expect("log_risk", log_risk, (batch, new_tokens) if kinds.probabilistic else (0,), torch.float32, k.device)
+    _expect("sinks", sinks, (q.shape[1],) if sinks.numel() else (0,), torch.float32, k.device)
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be a finite number, positive or 0 for none, got {softcap!r}")
     if not 0 < sm_scale < math.inf:
         raise ValueError(f"sm_scale must be a positive finite number, got {sm_scale!r}")
     _expect_int("window", window, 0)

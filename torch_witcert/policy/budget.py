@@ -7,9 +7,9 @@ Source: DESIGN section 7.
 
 from __future__ import annotations
 
-import math
-
 import torch
+
+from ..config import RiskBudget
 
 #: Not below sum_{n >= 2} 1 / (n ln^2 n) = 2.10974...
 SERIES_SUM = 2.11
@@ -17,8 +17,7 @@ SERIES_SUM = 2.11
 
 def _checked(delta_req: float, layers: int, heads: int) -> float:
     """delta_req shared between the heads of all layers."""
-    if not (isinstance(delta_req, (int, float)) and math.isfinite(delta_req) and 0 < delta_req < 1):
-        raise ValueError(f"delta_req must be a probability in (0, 1), got {delta_req!r}")
+    RiskBudget(delta_req, None)
     for name, value in (("layers", layers), ("heads", heads)):
         _positive(name, value)
     return delta_req / (layers * heads)
@@ -57,6 +56,24 @@ def never_exhausted_budget(delta_req: float, layers: int, heads: int, step: torc
     share = _checked(delta_req, layers, heads)
     after = step.double() + 1
     return share / (SERIES_SUM * after * after.log().square())
+
+
+def log_risk(budget: RiskBudget, layers: int, heads: int, step: torch.Tensor) -> torch.Tensor:
+    """What a probabilistic radius takes of the budget: ln(2 / delta) of each read of a query token.
+
+    Args:
+        budget: of the request.
+        layers, heads: L and H of the certified layers.
+        step: int64 [...], number of the query token, from 1.
+
+    Returns:
+        float32 [...], +inf where nothing of the budget is left.
+    """
+    if budget.horizon is None:
+        delta = never_exhausted_budget(budget.delta_req, layers, heads, step)
+    else:
+        delta = planned_budget(budget.delta_req, layers, heads, budget.horizon, step)
+    return (2 / delta).log().to(torch.float32)
 
 
 def spend(spent: torch.Tensor, is_query: torch.Tensor) -> torch.Tensor:

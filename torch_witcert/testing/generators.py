@@ -7,12 +7,45 @@ token, attention sinks, denormals, zeros, magnitudes that overflow, heavy tails,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+from typing import TypeVar
 
 import torch
 
-#: An entry that is exact as a value code: code 127 with the scale 2^-7.
+from torch_witcert.ops.formats import (
+    DEFAULT,
+    DITHERS,
+    KEY_ELEMENTS,
+    KEY_SCALINGS,
+    VALUE_ELEMENTS,
+    KeyFormat,
+    StoreFormat,
+    ValueFormat,
+)
+from torch_witcert.ops.radii import DETERMINISTIC, Radii, parse_radii
+from torch_witcert.ops.storage import HEAD_DIMS
+
+#: An entry that is exact as a value code of the default format: code 127 with the scale 2^-7.
 HOT = 127 / 128
+#: The same of every element without dither: 448 with the scale 2^-9, and half of 15 either way from its half with the scale 2^-4.
+HOT_ENTRIES = {"int8": HOT, "exact": HOT, "fp8": 448 / 512, "int4": 15 / 16}
+
+_Format = TypeVar("_Format", KeyFormat, ValueFormat)
+
+
+def _constructible(kind: type[_Format], *choices: tuple) -> Iterator[_Format]:
+    for arguments in product(*choices):
+        try:
+            yield kind(*arguments)
+        except NotImplementedError:
+            continue
+
+
+#: Every supported combination, keys without outlier pairs and with two.
+KEY_FORMATS = tuple(_constructible(KeyFormat, KEY_ELEMENTS, KEY_SCALINGS, (0, 2), DITHERS))
+VALUE_FORMATS = tuple(_constructible(ValueFormat, VALUE_ELEMENTS, DITHERS))
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -77,15 +110,48 @@ VALUE_KINDS = dict(KEY_KINDS)
 QUERY_KINDS = ("normal", "worst_channel", "residual", "token", "zeros", "large", "denormal")
 
 
-def one_hot_values(positions: torch.Tensor, kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+def hot_entry(value: ValueFormat) -> float | None:
+    """The entry of `one_hot_values`; None where no entry survives, because a dither moves even a zero."""
+    return None if value.is_dithered else HOT_ENTRIES[value.element]
+
+
+def one_hot_values(
+    positions: torch.Tensor, kv_heads: int, head_dim: int, dtype: torch.dtype, value: ValueFormat = DEFAULT.value
+) -> torch.Tensor:
     """Values [B, Hkv, T, D] that survive quantization exactly and show a kernel's own distribution.
 
-    The token at position t is HOT in channel t mod D, so channel d of an output is HOT times the weight that the kernel
-    gave to the tokens of that channel. Grouping can only lower a total variation, so a bound on the whole holds.
+    The token at position t is hot in channel t mod D, so channel d of an output is the hot entry times the weight that the
+    kernel gave to the tokens of that channel. Grouping can only lower a total variation, so a bound on the whole holds. In
+    int4 a group of 16 zeros comes back as half of the smallest scale, 2^-101.
+
+    Raises:
+        ValueError: dithered values: none survive.
     """
+    entry = hot_entry(value)
+    if entry is None:
+        raise ValueError(
+            f"one-hot values are not exact with dither {value.dither!r}; use a value format without dither"
+        )
     channel = positions.clamp_min(0).long() % head_dim
-    hot = torch.nn.functional.one_hot(channel, head_dim).to(dtype) * HOT
+    hot = torch.nn.functional.one_hot(channel, head_dim).to(dtype) * entry
     return hot[:, None].expand(-1, kv_heads, -1, -1).contiguous()
+
+
+def make_outlier_channels(key: KeyFormat, kv_heads: int, head_dim: int, generator: torch.Generator) -> torch.Tensor:
+    """Outlier channels int32 [Hkv, 2m], distinct in a row; half of the heads have those of the kind `outlier_channel` among them."""
+    noise = torch.rand(kv_heads, head_dim, generator=generator, device=generator.device)
+    known = torch.rand(kv_heads, 1, generator=generator, device=generator.device) < 0.5
+    outliers = [3, head_dim // 2]
+    noise[:, outliers] = torch.where(known, -1.0, noise[:, outliers])
+    return noise.argsort(-1)[:, : 2 * key.outlier_pairs].int()
+
+
+def make_sinks(heads: int, generator: torch.Generator) -> torch.Tensor:
+    """Sink logits float32 [H]: ordinary ones, now and then -inf, now and then above every ordinary score."""
+    logits = 2 * _normal((heads,), generator)
+    which = torch.rand(heads, generator=generator, device=generator.device)
+    logits = torch.where(which < 0.2, float("-inf"), logits)
+    return torch.where(which > 0.8, 60.0, logits)
 
 
 def make_queries(
@@ -151,6 +217,13 @@ class Scenario:
         key_kind, value_kind, query_kind: names in KEY_KINDS, VALUE_KINDS (or "one_hot"), QUERY_KINDS.
         strength: of `make_queries`.
         window: sliding window, 0 for none.
+        softcap: soft cap of the scores, 0 for none.
+        sinks: every head has a sink, see `make_sinks`.
+        store_format, radii, layer: as the operators take them.
+        delta: risk of each read, for probabilistic radii. Queries then must not depend on the dither, so not `residual`.
+
+    Raises:
+        ValueError: probabilistic radii and queries that are aligned with an error.
     """
 
     seed: int = 0
@@ -168,6 +241,26 @@ class Scenario:
     query_kind: str = "normal"
     strength: float = 1.0
     window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    store_format: str = DEFAULT.name
+    radii: str = DETERMINISTIC.name
+    delta: float = 1e-4
+    layer: int = 0
+
+    def __post_init__(self) -> None:
+        if self.is_probabilistic and self.query_kind == "residual":
+            raise ValueError(
+                "query_kind 'residual' depends on the dither, so that probabilistic radii do not hold for it"
+            )
+
+    @property
+    def is_probabilistic(self) -> bool:
+        return parse_radii(self.radii, self.formats).probabilistic
+
+    @property
+    def formats(self) -> StoreFormat:
+        return StoreFormat.parse(self.store_format)
 
     @property
     def pages_per_row(self) -> int:
@@ -183,11 +276,44 @@ def chunk_lengths(page_size: int) -> tuple[int, ...]:
     return (1, 2, page_size - 1, page_size, page_size + 1, 2 * page_size - 1, 2 * page_size, 2 * page_size + 1)
 
 
-def scenarios(**fixed):
-    """Hypothesis strategy of :class:`Scenario`; keyword arguments fix a field. Needs the package `hypothesis`."""
+def fits(key: KeyFormat, head_dim: int) -> bool:
+    """Whether keys of this many channels can be stored."""
+    try:
+        key.check_head_dim(head_dim)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def scenarios(draw_options: bool = False, **fixed):
+    """Hypothesis strategy of :class:`Scenario`; keyword arguments fix a field. Needs the package `hypothesis`.
+
+    Args:
+        draw_options: draw formats, radii, soft caps, sinks, layers and all head dims too; otherwise they are the defaults.
+    """
     from hypothesis import strategies as st
 
     page_sizes = st.just(fixed["page_size"]) if "page_size" in fixed else st.sampled_from((16, 32))
+
+    def draw_radii(draw, key: KeyFormat) -> str:
+        kinds = [DETERMINISTIC, Radii(True, False, False), Radii(False, True, False)]
+        if key.is_dithered:
+            kinds += [Radii(True, True, True), Radii(False, False, True)]
+        return draw(st.sampled_from(kinds)).name
+
+    def options(draw) -> dict:
+        if "store_format" in fixed:
+            formats = StoreFormat.parse(fixed["store_format"])
+        else:
+            formats = StoreFormat(draw(st.sampled_from(KEY_FORMATS)), draw(st.sampled_from(VALUE_FORMATS)))
+        return {
+            "store_format": formats.name,
+            "radii": draw_radii(draw, formats.key),
+            "head_dim": draw(st.sampled_from([size for size in HEAD_DIMS if fits(formats.key, size)])),
+            "softcap": draw(st.sampled_from((0.0, 0.0, 1.0, 30.0))),
+            "sinks": draw(st.booleans()),
+            "layer": draw(st.integers(0, 3)),
+        }
 
     @st.composite
     def draw_scenario(draw):
@@ -212,6 +338,14 @@ def scenarios(**fixed):
             "strength": 10 ** draw(st.floats(-3, 1)),
             "window": draw(st.sampled_from((0, 0, 1, page_size + 3, 3 * page_size))),
         }
-        return Scenario(**(drawn | fixed))
+        if draw_options:
+            drawn |= options(draw)
+        drawn |= fixed
+        formats = StoreFormat.parse(drawn.get("store_format", DEFAULT.name))
+        if drawn["value_kind"] == "one_hot" and hot_entry(formats.value) is None:
+            drawn["value_kind"] = "normal"
+        if drawn["query_kind"] == "residual" and "probabilistic" in drawn.get("radii", DETERMINISTIC.name):
+            drawn["query_kind"] = "token"
+        return Scenario(**drawn)
 
     return draw_scenario()

@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from torch_witcert.ops.arithmetic import SCALE_FLOOR
 from torch_witcert.ops.certificate import Field
+from torch_witcert.ops.dither import SEEDS
+from torch_witcert.ops.radii import DETERMINISTIC, parse_radii
 from torch_witcert.ops.reference import certified_attention_reference, kv_write_reference
 from torch_witcert.ops.splits import pages_per_split
 from torch_witcert.ops.storage import (
@@ -24,8 +27,18 @@ from torch_witcert.ops.storage import (
     identity_page_table,
 )
 
-from .generators import HOT, KEY_KINDS, VALUE_KINDS, Scenario, make_queries, one_hot_values
-from .oracle import exact_attention, stored_tokens
+from .generators import (
+    HOT,
+    KEY_KINDS,
+    VALUE_KINDS,
+    Scenario,
+    hot_entry,
+    make_outlier_channels,
+    make_queries,
+    make_sinks,
+    one_hot_values,
+)
+from .oracle import StoredTokens, exact_attention, stored_tokens
 from .slack import arithmetic_limit
 
 #: Float64 probabilities that a check holds at a time, to bound its memory.
@@ -71,6 +84,8 @@ class Soundness:
     code_tokens: int = 0  # of them as codes
     arithmetic_reads: int = 0  # reads compared with float64 over the operator's own store
     arithmetic_violations: int = 0
+    probabilistic_reads: int = 0  # reads with probabilistic radii: each may break its bound with probability delta
+    probabilistic_violations: int = 0  # of them in total variation or in output; no part of `violations`
 
     @property
     def violations(self) -> int:
@@ -99,6 +114,13 @@ class CacheHarness:
         shape: geometry.
         sm_scale: softmax scale.
         window: 0, or the sliding window.
+        softcap: 0, or the soft cap of the scores.
+        sinks: float32 [H], logits of the sinks; default none.
+        radii: name of the radii allowed.
+        delta: risk of each read, for probabilistic radii.
+        layer: index of the attention layer, for the dither.
+        seeds: int64 [B], of the rows' dither; default 0, 1, ..
+        outlier_channels: int32 [Hkv, 2m]; default the first m RoPE pairs.
         page_table: int32 [B, M]; default the identity.
         operators: implementation; default what is registered.
         device: of everything.
@@ -111,14 +133,36 @@ class CacheHarness:
         *,
         sm_scale: float,
         window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        radii: str = DETERMINISTIC.name,
+        delta: float = 1e-4,
+        layer: int = 0,
+        seeds: torch.Tensor | None = None,
+        outlier_channels: torch.Tensor | None = None,
         page_table: torch.Tensor | None = None,
         operators: Operators | None = None,
         device: torch.device | str = "cpu",
         unused_byte: int | None = None,
     ) -> None:
         self.shape, self.sm_scale, self.window = shape, sm_scale, window
+        self.softcap, self.radii, self.delta, self.layer = softcap, radii, delta, layer
+        self.format = shape.store_format
+        self.is_probabilistic = parse_radii(radii, self.format).probabilistic
         self.operators = operators or registered()
         self.device = torch.device(device)
+        self.sinks = torch.empty(0, device=device) if sinks is None else sinks.to(device)
+        self.seeds = torch.empty(0, dtype=torch.int64, device=device)
+        if self.format.is_dithered:
+            self.seeds = torch.arange(shape.batch_size, device=device) if seeds is None else seeds.to(device)
+        self.outlier_channels = torch.empty(0, dtype=torch.int32, device=device)
+        pairs = self.format.key.outlier_pairs
+        if pairs and outlier_channels is not None:
+            self.outlier_channels = outlier_channels.to(device)
+        elif pairs:
+            first = torch.arange(pairs, dtype=torch.int32, device=device)
+            both = torch.cat([first, first + shape.head_dim // 2])
+            self.outlier_channels = both.expand(shape.num_kv_heads, -1).contiguous()
         self.capacity = shape.pages_per_row * shape.page_size
         self.store = shape.allocate(device)
         if unused_byte is not None:
@@ -153,6 +197,7 @@ class CacheHarness:
     def read(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor) -> Read:
         """Attention over the cache and the fresh tokens; changes nothing."""
         positions, _, _ = self.place(valid)
+        risk = math.log(2 / self.delta)
         result = self.operators.certified_attention(
             q,
             k,
@@ -161,17 +206,36 @@ class CacheHarness:
             self.lengths,
             self.page_table,
             self.source_map(),
+            torch.full(positions.shape if self.is_probabilistic else (0,), risk, device=self.device),
+            self.sinks,
+            self.outlier_channels,
             *self.store,
             self.sm_scale,
             self.window,
+            self.softcap,
             pages_per_split(self.shape.page_size, self.shape.pages_per_row),
+            self.layer,
+            self.radii,
+            self.format.name,
         )
         return Read(q, positions, *result)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor) -> None:
         """Append the valid columns of k, v [B, Hkv, T, D], keep them as the truth, advance the lengths."""
         positions, columns, counts = self.place(valid)
-        self.operators.kv_write(k, v, columns, self.lengths, counts, self.page_table, *self.store)
+        self.operators.kv_write(
+            k,
+            v,
+            columns,
+            self.lengths,
+            counts,
+            self.page_table,
+            self.seeds,
+            self.outlier_channels,
+            *self.store,
+            self.layer,
+            self.format.name,
+        )
         row, column = (positions >= 0).nonzero(as_tuple=True)
         at = positions[row, column].long()
         self.keys[row, :, at] = k[row, :, column]
@@ -184,6 +248,11 @@ class CacheHarness:
         self.write(k, v, valid)
         return result
 
+    def tokens(self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> StoredTokens:
+        """What a read of the fresh k, v [B, Hkv, T, D] at positions [B, T] has before it, as the store gives it."""
+        state = (positions, self.lengths, self.page_table, self.source_map())
+        return stored_tokens(self.store, k, v, *state, self.format, self.outlier_channels, self.layer)
+
     def check_arithmetic(self, read: Read, k: torch.Tensor, v: torch.Tensor) -> Soundness:
         """The operator against float64 over its own K^ and V^: the error is within the slack for its arithmetic.
 
@@ -193,15 +262,18 @@ class CacheHarness:
             read: result of :meth:`read`.
             k, v: the fresh tokens of that read.
         """
-        tokens = stored_tokens(self.store, k, v, read.positions, self.lengths, self.page_table, self.source_map())
+        tokens = self.tokens(k, v, read.positions)
+        scoring = (self.softcap, self.sinks)
         batch, heads, new_tokens, _ = read.q.shape
         columns = max(1, MOST_PROBABILITIES // (batch * heads * tokens.k.shape[2]))
         total = Soundness()
         for start in range(0, new_tokens, columns):
             here = slice(start, start + columns)
             q, positions = read.q[:, :, here], read.positions[:, here]
-            exact = exact_attention(q, tokens.k, tokens.v, positions, tokens.key_positions, self.sm_scale, self.window)
-            limit = arithmetic_limit(q, exact, tokens, self.store, self.page_table, self.sm_scale)
+            at = (positions, tokens.key_positions)
+            exact = exact_attention(q, tokens.k, tokens.v, *at, self.sm_scale, self.window, *scoring)
+            store = (self.store, self.page_table, self.sm_scale, *scoring, self.format, self.outlier_channels)
+            limit = arithmetic_limit(q, exact, tokens, *store)
             error = (read.out[:, :, here].double() - exact.output).norm(dim=-1)
             claimed = (positions >= 0)[:, None] & read.certificate[:, :, here, Field.OUTPUT].isfinite()
             total += Soundness(
@@ -213,7 +285,7 @@ class CacheHarness:
         """K - K^ of what is cached, float64 [B, Hkv, capacity, D]; 0 for tokens that are read exact."""
         none = self.keys[:, :, :0]
         positions = torch.empty(self.shape.batch_size, 0, dtype=torch.int32, device=self.device)
-        tokens = stored_tokens(self.store, none, none, positions, self.lengths, self.page_table, self.source_map())
+        tokens = self.tokens(none, none, positions)
         return torch.where(tokens.is_code[..., None], self.keys.double() - tokens.k, 0.0)
 
     def distances(self, read: Read, one_hot: bool) -> Distances:
@@ -222,6 +294,7 @@ class CacheHarness:
         variation = torch.zeros_like(output)
         longest = max(1, int(self.lengths.max()))
         at = torch.arange(longest, device=self.device)
+        entry = hot_entry(self.format.value) if one_hot else None
         heads, new_tokens = read.q.shape[1:3]
         columns = max(1, MOST_PROBABILITIES // (heads * longest))
         rows = max(1, MOST_PROBABILITIES // (heads * longest * min(columns, new_tokens)))
@@ -238,18 +311,34 @@ class CacheHarness:
                     key_positions,
                     self.sm_scale,
                     self.window,
+                    self.softcap,
+                    self.sinks,
                 )
                 returned = read.out[row, :, column].double()
                 output[row, :, column] = (returned - exact.output).norm(dim=-1)
                 if one_hot:
                     rounding = torch.finfo(read.out.dtype)
-                    hidden = returned.abs() * (rounding.eps / 2) + rounding.tiny * rounding.eps
+                    # A group of zeros in int4 comes back as half of the smallest scale.
+                    hidden = returned.abs() * (rounding.eps / 2) + rounding.tiny * rounding.eps + SCALE_FLOOR
                     apart = ((returned - exact.output).abs() - hidden).clamp_min(0).sum(-1)
-                    variation[row, :, column] = apart / (2 * HOT)
+                    apart = apart / entry + self._sink_distance(read.lse[row, :, column].double(), exact.lse)
+                    variation[row, :, column] = apart / 2
         return Distances(*(torch.where(x.isnan(), float("inf"), x) for x in (output, variation)))
+
+    def _sink_distance(self, lse: torch.Tensor, exact_lse: torch.Tensor) -> torch.Tensor:
+        """Lower bound of |weight that a sink was given - its exact weight|, [B, H, T]: no value shows it, but the lse does."""
+        if not self.sinks.numel():
+            return torch.zeros_like(lse)
+        logit = self.sinks.double()[:, None]
+        given, exact = (torch.where(x.isneginf(), 0.0, torch.exp(logit - x)) for x in (lse, exact_lse))
+        # The lse is rounded to float32 a few times.
+        hidden = (lse.abs().nan_to_num(0.0, 0.0, 0.0) + 4) * 2.0**-21
+        return ((given - exact).abs() - hidden * torch.maximum(given, exact)).clamp_min(0)
 
     def check(self, read: Read, one_hot: bool) -> Soundness:
         """|exact - returned| <= bound, zero tolerance, over every read of a forward (call it after the forward).
+
+        Reads with probabilistic radii are counted apart.
 
         Args:
             read: result of :meth:`forward`.
@@ -260,12 +349,17 @@ class CacheHarness:
         tv, output = certificate[..., Field.TV], certificate[..., Field.OUTPUT]
         is_read = (read.positions != POSITION_PADDING)[:, None].expand_as(tv)
         counted = certificate[is_read]
+        tv_wrong = is_read & ~(distances.total_variation <= tv) if one_hot else torch.zeros_like(is_read)
+        output_wrong = is_read & ~(distances.output <= output)
+        probable = self.is_probabilistic
         return Soundness(
             reads=int(is_read.sum()),
             unbounded=int((is_read & (tv.isinf() | output.isinf())).sum()),
             tv_reads=int(is_read.sum()) if one_hot else 0,
-            tv_violations=int((is_read & ~(distances.total_variation <= tv)).sum()) if one_hot else 0,
-            output_violations=int((is_read & ~(distances.output <= output)).sum()),
+            tv_violations=0 if probable else int(tv_wrong.sum()),
+            output_violations=0 if probable else int(output_wrong.sum()),
+            probabilistic_reads=int(is_read.sum()) if probable else 0,
+            probabilistic_violations=int((tv_wrong | output_wrong).sum()) if probable else 0,
             tokens=int(counted[:, Field.TOKENS].sum()),
             code_tokens=int(counted[:, Field.CODE_TOKENS].sum()),
         )
@@ -301,11 +395,20 @@ def run(
     """
     generator = torch.Generator(device).manual_seed(scenario.seed)
     batch, kv_heads, dim = scenario.batch_size, scenario.num_kv_heads, scenario.head_dim
-    shape = StoreShape(batch, scenario.pages_per_row, kv_heads, scenario.page_size, dim, scenario.dtype)
+    formats, heads = scenario.formats, kv_heads * scenario.group
+    shape = StoreShape(batch, scenario.pages_per_row, kv_heads, scenario.page_size, dim, scenario.dtype, formats)
+    first_seed = torch.randint(SEEDS, (1,), generator=generator, device=generator.device)
     harness = CacheHarness(
         shape,
         sm_scale=scenario.sm_scale,
         window=scenario.window,
+        softcap=scenario.softcap,
+        sinks=make_sinks(heads, generator) if scenario.sinks else None,
+        radii=scenario.radii,
+        delta=scenario.delta,
+        layer=scenario.layer,
+        seeds=(first_seed + torch.arange(batch, device=generator.device)) % SEEDS,
+        outlier_channels=make_outlier_channels(formats.key, kv_heads, dim, generator),
         page_table=shuffled_page_table(batch, scenario.pages_per_row, generator),
         operators=operators,
         device=device,
@@ -317,7 +420,7 @@ def run(
         fresh = (batch, kv_heads, valid.shape[1], dim)
         k = KEY_KINDS[scenario.key_kind](fresh, generator).to(scenario.dtype)
         if one_hot:
-            return k, one_hot_values(harness.place(valid)[0], kv_heads, dim, scenario.dtype)
+            return k, one_hot_values(harness.place(valid)[0], kv_heads, dim, scenario.dtype, formats.value)
         return k, VALUE_KINDS[scenario.value_kind](fresh, generator).to(scenario.dtype)
 
     if scenario.prefill:
@@ -330,7 +433,7 @@ def run(
         k, v = make_tokens(valid)
         q = make_queries(
             scenario.query_kind,
-            (batch, kv_heads * scenario.group, new_tokens, dim),
+            (batch, heads, new_tokens, dim),
             scenario.dtype,
             generator,
             harness.keys[:, :, :longest] if longest else k,

@@ -11,13 +11,17 @@ import triton
 import triton.language as tl
 
 from .. import arithmetic as ar
+from ..dither import GRID_ERROR
+from ..formats import KEY_GROUP, VALUE_GROUP
 from ..storage import SOURCE_CODES, Note
+from .codes import dither_tile, load_code_values
 from .primitives import (
     LN_2,
     NORM_ABSOLUTE,
     NORM_FLOOR,
     NOTE_RELATIVE,
     is_finite,
+    outlier_lanes,
     round_to_bfloat16,
 )
 
@@ -36,8 +40,12 @@ _RECORD_SCALED_MASS = tl.constexpr(SCALED_MASS)
 _RECORD_TOP = tl.constexpr(TOP)
 _RECORD_RADIUS = tl.constexpr(RADIUS)
 _STATISTIC_SUM = tl.constexpr(SUM)
-_TILE = tl.constexpr(ar.EXACT_TILE)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _RADIUS_RELATIVE = tl.constexpr(1.0 + ar.RADIUS_RELATIVE)
+_GRID_ERROR = tl.constexpr(GRID_ERROR)
+_SINK_ERROR = tl.constexpr(ar.SINK_ERROR)
+_KEY_GROUP = tl.constexpr(KEY_GROUP)
+_VALUE_GROUP = tl.constexpr(VALUE_GROUP)
 _CODES = tl.constexpr(SOURCE_CODES)
 _NOTES = tl.constexpr(Note.COUNT)
 _KEY_NORM = tl.constexpr(Note.KEY_NORM)
@@ -74,28 +82,140 @@ def _advance(maximum, total, accumulator, scores):
 
 
 @triton.jit
-def _page_scores(
-    scaled_q, k_codes, k_scale, k_zero, block, token, channel, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    OPERAND: tl.constexpr,
+def _norm(scaled_q):
+    """Upper bound of sm_scale * ||q|| [rows], from q in log2 units."""
+    magnitude = tl.maximum(tl.abs(scaled_q), NORM_FLOOR)
+    return tl.sqrt(tl.sum(magnitude * magnitude, 0)) * (1.0 + NOTE_RELATIVE) * LN_2
+
+
+@triton.jit
+def _limb_product(a, x, OPERAND: tl.constexpr):
+    """a @ x for an `a` that is exact in bf16 and a float32 x, which is multiplied as two bf16 limbs."""
+    high = _as_operand(x, OPERAND)
+    low = _as_operand(x - high.to(tl.float32), OPERAND)
+    return _product(a, low, OPERAND) + _product(a, high, OPERAND)
+
+
+@triton.jit
+def _cap(scores, softcap, HAS_SOFTCAP: tl.constexpr):
+    """softcap * tanh(scores / softcap); both in log2 units."""
+    if HAS_SOFTCAP:
+        return softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2_E / softcap)) + 1.0))
+    else:
+        return scores
+
+
+@triton.jit
+def _coded_values(
+    codes, block, token, first_channel, is_channel,
+    PAGE_SIZE: tl.constexpr, CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
+    OFFSET: tl.constexpr, FLOAT: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Scores [P, rows] of a code page, with the page's sum |q| scale and sum |q zero| for the radius, all in log2 units."""
-    scale = tl.load(k_scale + block * HEAD_DIM + channel).to(tl.float32)
-    zero = tl.load(k_zero + block * HEAD_DIM + channel).to(tl.float32)
-    codes = tl.load(k_codes + block * PAGE_SIZE * HEAD_DIM + token[:, None] * HEAD_DIM + channel[None, :])
-    codes = codes.to(OPERAND)
-    folded = scaled_q * scale[:, None]
-    high = _as_operand(folded, OPERAND)
-    low = _as_operand(folded - high.to(tl.float32), OPERAND)
-    scores = _product(codes, low, OPERAND) + _product(codes, high, OPERAND)
-    scores += tl.sum(scaled_q * zero[:, None], 0)[None, :]
-    step = tl.sum(tl.abs(folded), 0)
-    square = tl.sum(folded * folded, 0)
-    centre = tl.sum(tl.abs(scaled_q * zero[:, None]), 0)
+    """Values of a page's key codes [PAGE_SIZE, CHANNELS] from `first_channel` on, exact in the operand type."""
+    row_bytes: tl.constexpr = HEAD_DIM * BITS // 8
+    rows = (block * PAGE_SIZE + token[:, None]) * row_bytes
+    index = first_channel + tl.arange(0, CHANNELS)[None, :]
+    return load_code_values(codes, rows, index, is_channel[None, :], HEAD_DIM, BITS, OFFSET, FLOAT, OPERAND)
+
+
+@triton.jit
+def _page_scores(
+    scaled_q, q_rows, scale_log2, is_query, outlier_of, k_codes, k_scale, k_zero, page_key, layer, head, block, token,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, K_BITS: tl.constexpr,
+    K_OFFSET: tl.constexpr, K_FLOAT: tl.constexpr, K_ASYMMETRIC: tl.constexpr, K_PER_TOKEN: tl.constexpr,
+    K_DITHER: tl.constexpr, OUTLIERS: tl.constexpr, OPERAND: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Scores [P, rows] of a page's codes, outlier channels apart, and what their radii are made of: sum |q| scale,
+    sum q^2 scale^2 (both the largest over the page's tokens) and sum |q zero|; all in log2 units. `scaled_q` is 0 in outlier channels.
+    """
+    centre = tl.zeros([ROWS], tl.float32)
+    if K_PER_TOKEN:
+        scores = tl.zeros([PAGE_SIZE, ROWS], tl.float32)
+        steps = tl.zeros([PAGE_SIZE, ROWS], tl.float32)
+        squares = tl.zeros([PAGE_SIZE, ROWS], tl.float32)
+        GROUPS: tl.constexpr = HEAD_DIM // _KEY_GROUP
+        for group in tl.static_range(GROUPS):
+            channel = group * _KEY_GROUP + tl.arange(0, _KEY_GROUP)
+            part_q = tl.load(q_rows[None, :] + channel[:, None], mask=is_query[None, :], other=0.0)
+            part_q = part_q.to(tl.float32) * scale_log2
+            if OUTLIERS > 0:
+                part_q = tl.where(outlier_lanes(channel, outlier_of)[:, None], 0.0, part_q)
+            codes = _coded_values(
+                k_codes, block, token, group * _KEY_GROUP, channel >= 0,
+                PAGE_SIZE, _KEY_GROUP, HEAD_DIM, K_BITS, K_OFFSET, K_FLOAT, OPERAND,
+            )  # fmt: skip
+            part = _limb_product(codes, part_q, OPERAND)
+            if K_DITHER > 0:
+                dither = dither_tile(page_key, layer, head, group * _KEY_GROUP, PAGE_SIZE, _KEY_GROUP, False, K_DITHER)
+                part -= _limb_product(dither.to(OPERAND), part_q, OPERAND)
+            scale = tl.load(k_scale + (block * PAGE_SIZE + token) * GROUPS + group).to(tl.float32)[:, None]
+            scores += part * scale
+            steps += tl.sum(tl.abs(part_q), 0)[None, :] * scale
+            squares += tl.sum(part_q * part_q, 0)[None, :] * (scale * scale)
+        step = tl.max(steps, 0)
+        square = tl.max(squares, 0)
+    else:
+        channel = tl.arange(0, DIM_BLOCK)
+        is_channel = channel < HEAD_DIM
+        scale = tl.load(k_scale + block * HEAD_DIM + channel, mask=is_channel, other=0.0).to(tl.float32)
+        codes = _coded_values(
+            k_codes, block, token, 0, is_channel,
+            PAGE_SIZE, DIM_BLOCK, HEAD_DIM, K_BITS, K_OFFSET, K_FLOAT, OPERAND,
+        )  # fmt: skip
+        folded = scaled_q * scale[:, None]
+        scores = _limb_product(codes, folded, OPERAND)
+        if K_DITHER > 0:
+            dither = dither_tile(page_key, layer, head, 0, PAGE_SIZE, DIM_BLOCK, False, K_DITHER)
+            scores -= _limb_product(dither.to(OPERAND), folded, OPERAND)
+        if K_ASYMMETRIC:
+            zero = tl.load(k_zero + block * HEAD_DIM + channel, mask=is_channel, other=0.0).to(tl.float32)
+            scores += tl.sum(scaled_q * zero[:, None], 0)[None, :]
+            centre = tl.sum(tl.abs(scaled_q * zero[:, None]), 0)
+        step = tl.sum(tl.abs(folded), 0)
+        square = tl.sum(folded * folded, 0)
     return scores, step, square, centre
+
+
+@triton.jit
+def _page_values(
+    weights, v_codes, v_scale, v_zero, page_key, layer, head, block, token,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, V_BITS: tl.constexpr,
+    V_OFFSET: tl.constexpr, V_FLOAT: tl.constexpr, V_EXACT: tl.constexpr, V_GROUPS: tl.constexpr,
+    V_DITHER: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Sum of weights times values [D, rows] of a page, and the sum of weights times each token's largest scale [rows]."""
+    channel = tl.arange(0, DIM_BLOCK)
+    is_channel = (channel < HEAD_DIM)[:, None]
+    value_bytes: tl.constexpr = PAGE_SIZE if V_EXACT else PAGE_SIZE * V_BITS // 8
+    rows = (block * HEAD_DIM + channel[:, None]) * value_bytes
+    if V_EXACT:
+        values = tl.load(v_codes + rows + token[None, :], mask=is_channel, other=0.0).to(tl.float32)
+        return tl.dot(values, weights, input_precision="ieee"), tl.sum(weights * 0.0, 0)
+    elif V_GROUPS > 1:
+        values = load_code_values(
+            v_codes, rows, token[None, :], is_channel, PAGE_SIZE, V_BITS, V_OFFSET, V_FLOAT, tl.float32
+        )
+        where = (block * PAGE_SIZE + token[None, :]) * V_GROUPS + channel[:, None] // _VALUE_GROUP
+        scale = tl.load(v_scale + where, mask=is_channel, other=0.0).to(tl.float32)
+        values = values * scale + tl.load(v_zero + where, mask=is_channel, other=0.0).to(tl.float32)
+        return tl.dot(values, weights, input_precision="ieee"), tl.sum(weights * tl.max(scale, 0)[:, None], 0)
+    else:
+        scale = tl.load(v_scale + block * PAGE_SIZE + token).to(tl.float32)
+        scaled = weights * scale[:, None]
+        operand = _as_operand(scaled, OPERAND)
+        values = load_code_values(
+            v_codes, rows, token[None, :], is_channel, PAGE_SIZE, V_BITS, V_OFFSET, V_FLOAT, OPERAND
+        )
+        product = _product(values, operand, OPERAND)
+        if V_DITHER > 0:
+            dither = dither_tile(page_key, layer, head, 0, PAGE_SIZE, DIM_BLOCK, True, V_DITHER)
+            product -= _product(tl.trans(dither).to(OPERAND), operand, OPERAND)
+        return product, tl.sum(scaled, 0)
 
 
 @triton.jit(
     do_not_specialize=[
+        "layer",
         "window",
         "new_tokens",
         "first_token",
@@ -127,12 +247,18 @@ def attend_kernel(
     lengths,
     page_table,
     source_map,
+    log_risk,
+    sinks,
+    outlier_channels,
     k_codes,
     k_scale,
     k_zero,
+    k_bypass,
     v_codes,
     v_scale,
+    v_zero,
     page_notes,
+    page_keys,
     k_tail,
     v_tail,
     accumulators,  # fp32 [B * Hkv, query rows, splits + 1, D]
@@ -140,6 +266,8 @@ def attend_kernel(
     records,
     exact_norms,  # fp32 [B * Hkv, query rows], largest ||V_t|| read exact
     scale_log2,
+    softcap_log2,
+    layer,
     window,
     new_tokens,
     first_token,
@@ -165,12 +293,33 @@ def attend_kernel(
     pages_per_split,
     code_splits,
     EXACT: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    STEP_RADIUS: tl.constexpr,
+    RESIDUAL_RADIUS: tl.constexpr,
+    PROBABILISTIC_RADIUS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     OPERAND: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_OFFSET: tl.constexpr,
+    K_MAX_ERROR: tl.constexpr,
+    K_ASYMMETRIC: tl.constexpr,
+    K_PER_TOKEN: tl.constexpr,
+    K_DITHER: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    OUTLIER_BLOCK: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    V_FLOAT: tl.constexpr,
+    V_EXACT: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    V_DITHER: tl.constexpr,
 ):
     record_plane = record_plane.to(tl.int64)
     statistic_plane = statistic_plane.to(tl.int64)
@@ -194,37 +343,45 @@ def attend_kernel(
 
     length = tl.load(lengths + row)
     pages = length // PAGE_SIZE
-    channel = tl.arange(0, HEAD_DIM)
+    channel = tl.arange(0, DIM_BLOCK)
+    is_channel = channel < HEAD_DIM
     q_offset = row * q_stride_row + query_head.to(tl.int64) * q_stride_head + query_token.to(tl.int64) * q_stride_token
-    scaled_q = tl.load(q + q_offset[None, :] + channel[:, None], mask=is_query[None, :], other=0.0)
+    q_mask = is_query[None, :] & is_channel[:, None]
+    scaled_q = tl.load(q + q_offset[None, :] + channel[:, None], mask=q_mask, other=0.0)
     scaled_q = scaled_q.to(tl.float32) * scale_log2
-    magnitude = tl.maximum(tl.abs(scaled_q), NORM_FLOOR)
-    q_norm = tl.sqrt(tl.sum(magnitude * magnitude, 0)) * (1.0 + NOTE_RELATIVE) * LN_2
     # Asked of every channel, because a maximum drops a NaN.
     q_is_finite = tl.min(is_finite(scaled_q).to(tl.int32), 0) > 0
 
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    accumulator = tl.zeros([HEAD_DIM, ROWS], tl.float32)
+    accumulator = tl.zeros([DIM_BLOCK, ROWS], tl.float32)
     row_head = row * KV_HEADS + head
     scratch = row_head * scratch_rows + query
 
     if EXACT:
+        q_norm = _norm(scaled_q)
+        sink_radius = tl.zeros([ROWS], tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks + query_head, mask=is_query, other=float("-inf"))
+            maximum = sink * _LOG2_E
+            # An exact token without a value: its weight is 1 at its own maximum.
+            total = tl.where(sink == float("-inf"), 0.0, 1.0)
+            sink_radius = tl.where(sink == float("-inf"), 0.0, tl.abs(sink) * _SINK_ERROR)
         code_end = pages * PAGE_SIZE
-        tail_tiles = tl.cdiv(length - code_end, _TILE)
+        tail_tiles = tl.cdiv(length - code_end, TILE)
         # Columns are in causal order: none after the last query token of this block is visible to it.
         last_token = first_token + tl.minimum(block_of_rows * ROWS + ROWS - 1, chunk_tokens * GROUP - 1) // GROUP
-        fresh_tiles = tl.cdiv(last_token + 1, _TILE)
+        fresh_tiles = tl.cdiv(last_token + 1, TILE)
         tail = row_head * (2 * PAGE_SIZE * HEAD_DIM)
         k_fresh = k + row * k_stride_row + head.to(tl.int64) * k_stride_head
         v_fresh = v + row * v_stride_row + head.to(tl.int64) * v_stride_head
-        lane = tl.arange(0, _TILE)
+        lane = tl.arange(0, TILE)
         key_norm = tl.zeros([ROWS], tl.float32)
         value_norm = tl.zeros([ROWS], tl.float32)
         for tile in range(tail_tiles + fresh_tiles):
             in_tail = tile < tail_tiles
-            at_tail = code_end + tile * _TILE + lane
-            column = (tile - tail_tiles) * _TILE + lane
+            at_tail = code_end + tile * TILE + lane
+            column = (tile - tail_tiles) * TILE + lane
             is_old = in_tail & (at_tail < length)
             is_column = (column >= 0) & (column < new_tokens)
             at_fresh = tl.load(positions + row * new_tokens + column, mask=is_column, other=-1)
@@ -233,14 +390,16 @@ def attend_kernel(
             seen = (key_position[:, None] >= 0) & (key_position[:, None] <= position[None, :])
             seen = seen & (key_position[:, None] > oldest[None, :])
 
+            old_mask = is_old[:, None] & is_channel[None, :]
+            new_mask = is_new[:, None] & is_channel[None, :]
             slot = (at_tail % (2 * PAGE_SIZE))[:, None] * HEAD_DIM + channel[None, :]
-            old = tl.load(k_tail + tail + slot, mask=is_old[:, None], other=0.0).to(tl.float32)
+            old = tl.load(k_tail + tail + slot, mask=old_mask, other=0.0).to(tl.float32)
             new = column[:, None].to(tl.int64) * k_stride_token + channel[None, :]
-            new = tl.load(k_fresh + new, mask=is_new[:, None], other=0.0).to(tl.float32)
+            new = tl.load(k_fresh + new, mask=new_mask, other=0.0).to(tl.float32)
             keys = tl.where(is_old[:, None], old, new)
-            old = tl.load(v_tail + tail + slot, mask=is_old[:, None], other=0.0).to(tl.float32)
+            old = tl.load(v_tail + tail + slot, mask=old_mask, other=0.0).to(tl.float32)
             new = column[:, None].to(tl.int64) * v_stride_token + channel[None, :]
-            new = tl.load(v_fresh + new, mask=is_new[:, None], other=0.0).to(tl.float32)
+            new = tl.load(v_fresh + new, mask=new_mask, other=0.0).to(tl.float32)
             values = tl.where(is_old[:, None], old, new)
 
             keys_finite, values_finite = is_finite(keys), is_finite(values)
@@ -253,12 +412,13 @@ def attend_kernel(
             norm = tl.sqrt(tl.sum(values * values, 1)) * (1.0 + NOTE_RELATIVE) + NORM_ABSOLUTE
             value_norm = tl.maximum(value_norm, tl.max(tl.where(seen, norm[:, None], 0.0), 0))
 
-            scores = tl.dot(keys, scaled_q, input_precision="ieee")
+            scores = _cap(tl.dot(keys, scaled_q, input_precision="ieee"), softcap_log2, HAS_SOFTCAP)
             scores = tl.where(seen, scores, float("-inf"))
             maximum, reference, top, weights, total, accumulator = _advance(maximum, total, accumulator, scores)
             total += tl.sum(weights, 0)
             accumulator += tl.dot(tl.trans(values), weights, input_precision="ieee")
-        radius = tl.where(q_is_finite, q_norm * key_norm * exact_dot + score_steps, float("inf"))
+        radius = q_norm * key_norm * exact_dot + score_steps + sink_radius
+        radius = tl.where(q_is_finite, radius, float("inf"))
         record = scratch * (pages_per_row + 1) + pages_per_row
         tl.store(records + _RECORD_REFERENCE * record_plane + record, maximum, mask=is_query)
         tl.store(records + _RECORD_MASS * record_plane + record, total, mask=is_query)
@@ -275,40 +435,72 @@ def attend_kernel(
         if begin >= end:
             return
         token = tl.arange(0, PAGE_SIZE)
+        outlier_of = tl.full([16], -1, tl.int32)
+        if OUTLIERS > 0:
+            lane = tl.arange(0, OUTLIER_BLOCK)
+            outlier_of = tl.load(outlier_channels + head * OUTLIERS + lane, mask=lane < OUTLIERS, other=-1)
+            bypass_mask = is_query[None, :] & (outlier_of >= 0)[:, None]
+            bypass_q = tl.load(q + q_offset[None, :] + outlier_of[:, None], mask=bypass_mask, other=0.0)
+            bypass_q = bypass_q.to(tl.float32) * scale_log2
+            bypass_norm = _norm(bypass_q)
+            scaled_q = tl.where(outlier_lanes(channel, outlier_of)[:, None], 0.0, scaled_q)
+        q_norm = _norm(scaled_q)
+        if PROBABILISTIC_RADIUS:
+            risk = tl.load(log_risk + row * new_tokens + query_token, mask=is_query, other=float("inf"))
+            # Every quantized token that the row holds shares the read's failure probability.
+            deviation = tl.sqrt((risk + tl.log((pages * PAGE_SIZE).to(tl.float32))) * 0.16666667163372040)
         for page in range(begin, end):
             physical = tl.load(page_table + row * pages_per_row + page).to(tl.int64)
             source = tl.load(source_map + row_head * pages_per_row + page)
             block = physical * KV_HEADS + head
+            page_key = block
+            if K_DITHER + V_DITHER > 0:
+                page_key = tl.load(page_keys + block)
             scores, step, square, centre = _page_scores(
-                scaled_q, k_codes, k_scale, k_zero, block, token, channel, PAGE_SIZE, HEAD_DIM, OPERAND
-            )
+                scaled_q, q + q_offset, scale_log2, is_query, outlier_of, k_codes, k_scale, k_zero, page_key, layer, head,
+                block, token, PAGE_SIZE, HEAD_DIM, DIM_BLOCK, K_BITS, K_OFFSET, K_MAX_ERROR != 0.5, K_ASYMMETRIC,
+                K_PER_TOKEN, K_DITHER, OUTLIERS, OPERAND, ROWS,
+            )  # fmt: skip
+            notes = page_notes + block * _NOTES
+            key_norm = tl.load(notes + _KEY_NORM)
+            arithmetic = LN_2 * (step * code_step + centre * code_zero) + score_steps
+            if OUTLIERS > 0:
+                where = (block * PAGE_SIZE + token[:, None]) * OUTLIERS + lane[None, :]
+                bypass = tl.load(k_bypass + where, mask=lane[None, :] < OUTLIERS, other=0.0).to(tl.float32)
+                scores += tl.dot(bypass, bypass_q, input_precision="ieee")
+                arithmetic += bypass_norm * key_norm * exact_dot
+            scores = _cap(scores, softcap_log2, HAS_SOFTCAP)
             seen = is_valid[None, :] & (page * PAGE_SIZE + token[:, None] > oldest[None, :]) & (source == _CODES)
             scores = tl.where(seen, scores, float("-inf"))
             maximum, reference, top, weights, total, accumulator = _advance(maximum, total, accumulator, scores)
             mass = tl.sum(weights, 0)
             total += mass
+            product, scaled_mass = _page_values(
+                weights, v_codes, v_scale, v_zero, page_key, layer, head, block, token, PAGE_SIZE, HEAD_DIM, DIM_BLOCK,
+                V_BITS, V_OFFSET, V_FLOAT, V_EXACT, V_GROUPS, V_DITHER, OPERAND,
+            )  # fmt: skip
+            accumulator += product
 
-            value_scale = tl.load(v_scale + block * PAGE_SIZE + token).to(tl.float32)
-            scaled = weights * value_scale[:, None]
-            values = tl.load(v_codes + block * PAGE_SIZE * HEAD_DIM + channel[:, None] * PAGE_SIZE + token[None, :])
-            accumulator += _product(values.to(OPERAND), _as_operand(scaled, OPERAND), OPERAND)
-
-            notes = page_notes + block * _NOTES
-            radius = tl.minimum(
-                step * 0.5 * LN_2,
-                tl.minimum(
-                    q_norm * tl.load(notes + _KEY_ERROR),
-                    tl.sqrt(square) * LN_2 * tl.load(notes + _KEY_ERROR_SCALED),
-                ),
-            )
-            radius = radius * _RADIUS_RELATIVE + 127.0 * LN_2 * step * code_step + LN_2 * centre * code_zero
-            radius = tl.where(is_finite(tl.load(notes + _KEY_NORM)), radius + score_steps, float("inf"))
+            deviation_unit = tl.sqrt(square) * LN_2
+            radius = tl.full([ROWS], float("inf"), tl.float32)
+            if STEP_RADIUS:
+                radius = step * K_MAX_ERROR * LN_2
+            if RESIDUAL_RADIUS:
+                residual = tl.minimum(
+                    q_norm * tl.load(notes + _KEY_ERROR), deviation_unit * tl.load(notes + _KEY_ERROR_SCALED)
+                )
+                radius = tl.minimum(radius, residual)
+            if PROBABILISTIC_RADIUS:
+                probable = deviation_unit * deviation + step * LN_2 * _GRID_ERROR
+                radius = tl.where(is_finite(deviation) & (probable < radius), probable, radius)
+            radius = radius * _RADIUS_RELATIVE + arithmetic
+            radius = tl.where(is_finite(key_norm), radius, float("inf"))
             radius = tl.where(q_is_finite, radius, float("inf"))
 
             record = scratch * (pages_per_row + 1) + page
             tl.store(records + _RECORD_REFERENCE * record_plane + record, reference, mask=is_query)
             tl.store(records + _RECORD_MASS * record_plane + record, mass, mask=is_query)
-            tl.store(records + _RECORD_SCALED_MASS * record_plane + record, tl.sum(scaled, 0), mask=is_query)
+            tl.store(records + _RECORD_SCALED_MASS * record_plane + record, scaled_mass, mask=is_query)
             tl.store(records + _RECORD_TOP * record_plane + record, top, mask=is_query)
             tl.store(records + _RECORD_RADIUS * record_plane + record, radius, mask=is_query)
 
@@ -316,4 +508,4 @@ def attend_kernel(
     tl.store(statistics + statistic, maximum, mask=is_query)
     tl.store(statistics + _STATISTIC_SUM * statistic_plane + statistic, total, mask=is_query)
     where = statistic[None, :] * HEAD_DIM + channel[:, None]
-    tl.store(accumulators + where, accumulator, mask=is_query[None, :])
+    tl.store(accumulators + where, accumulator, mask=q_mask)

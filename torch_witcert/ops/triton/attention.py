@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ..arithmetic import OUTPUT_ROUNDING, Arithmetic
+from ..arithmetic import OUTPUT_ROUNDING, Arithmetic, exact_tile
 from ..certificate import Field
+from ..formats import StoreFormat
+from ..radii import parse_radii
+from ..storage import PagedStore
 from .attend import QUERY_ROWS, RECORDS, STATISTICS, attend_kernel
-from .launch import CODE_OPERAND, on_device, unit_stride
+from .launch import CODE_OPERAND, format_parameters, on_device, unit_stride
 from .merge import PAGE_BLOCK, merge_kernel
 
 #: Scratch that one launch may use for page records; longer chunks of queries are cut into launches.
@@ -28,24 +31,38 @@ def certified_attention_triton(
     lengths: torch.Tensor,
     page_table: torch.Tensor,
     source_map: torch.Tensor,
+    log_risk: torch.Tensor,
+    sinks: torch.Tensor,
+    outlier_channels: torch.Tensor,
     k_codes: torch.Tensor,
     k_scale: torch.Tensor,
     k_zero: torch.Tensor,
+    k_bypass: torch.Tensor,
     v_codes: torch.Tensor,
     v_scale: torch.Tensor,
+    v_zero: torch.Tensor,
     page_notes: torch.Tensor,
+    page_keys: torch.Tensor,
     k_tail: torch.Tensor,
     v_tail: torch.Tensor,
     sm_scale: float,
     window: int,
+    softcap: float,
     pages_per_split: int,
+    layer: int,
+    radii: str,
+    store_format: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention with its certificate on the tensors' device and current stream. Shapes: DESIGN section 5."""
     batch, heads, new_tokens, head_dim = q.shape
-    kv_heads, page_size, pages_per_row = k.shape[1], k_codes.shape[2], page_table.shape[1]
+    kv_heads, page_size, pages_per_row = k.shape[1], k_tail.shape[2] // 2, page_table.shape[1]
+    parsed = StoreFormat.parse(store_format)
+    kinds = parse_radii(radii, parsed)
     group = heads // kv_heads
     code_splits = -(-pages_per_row // pages_per_split)
-    arithmetic = Arithmetic.of(head_dim, page_size, pages_per_row, pages_per_split, new_tokens, q.dtype)
+    arithmetic = Arithmetic.of(
+        head_dim, page_size, pages_per_row, pages_per_split, new_tokens, q.dtype, parsed, softcap
+    )
     out = q.new_empty(q.shape)
     lse = q.new_empty((batch, heads, new_tokens), dtype=torch.float32)
     certificate = q.new_empty((batch, heads, new_tokens, Field.COUNT), dtype=torch.float32)
@@ -55,6 +72,7 @@ def certified_attention_triton(
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     positions, lengths = positions.contiguous(), lengths.contiguous()
     page_table, source_map = page_table.contiguous(), source_map.contiguous()
+    extras = (log_risk.contiguous(), sinks.contiguous(), outlier_channels.contiguous())
     row_bytes = batch * heads * ((pages_per_row + 1) * RECORDS + (code_splits + 1) * (head_dim + STATISTICS)) * 4
     chunk = max(1, min(new_tokens, SCRATCH_BYTES // row_bytes))
     blocks = -(-chunk * group // QUERY_ROWS)
@@ -69,10 +87,13 @@ def certified_attention_triton(
     geometry = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
-        "HEAD_DIM": head_dim,
         "PAGE_SIZE": page_size,
     }
-    store = (k_codes, k_scale, k_zero, v_codes, v_scale, page_notes, k_tail, v_tail)
+    parameters = format_parameters(parsed, head_dim)
+    store = PagedStore(
+        k_codes, k_scale, k_zero, k_bypass, v_codes, v_scale, v_zero, page_notes, page_keys, k_tail, v_tail
+    )
+    entries = page_size * parameters["DIM_BLOCK"]
     to_dtype_relative, to_dtype_absolute = OUTPUT_ROUNDING[q.dtype]
     with on_device(q):
         for first_token in range(0, new_tokens, chunk):
@@ -88,12 +109,15 @@ def certified_attention_triton(
                     lengths,
                     page_table,
                     source_map,
+                    *extras,
                     *store,
                     accumulators,
                     statistics,
                     records,
                     exact_norms,
                     sm_scale * LOG2_E,
+                    softcap * LOG2_E,
+                    layer,
                     window,
                     new_tokens,
                     first_token,
@@ -111,11 +135,18 @@ def certified_attention_triton(
                     arithmetic.score_steps,
                     *capacity,
                     EXACT=exact,
+                    TILE=exact_tile(head_dim),
+                    HAS_SOFTCAP=softcap > 0,
+                    HAS_SINKS=sinks.numel() > 0,
+                    STEP_RADIUS=kinds.step,
+                    RESIDUAL_RADIUS=kinds.residual,
+                    PROBABILISTIC_RADIUS=kinds.probabilistic,
                     ROWS=QUERY_ROWS,
                     OPERAND=CODE_OPERAND,
-                    num_warps=4,
-                    num_stages=2,
+                    num_warps=8 if entries > 16384 else 4,
+                    num_stages=2 if head_dim <= 128 else 1,
                     **geometry,
+                    **parameters,
                 )
             merge_kernel[(batch * kv_heads * chunk_tokens * group,)](
                 positions,
@@ -145,8 +176,11 @@ def certified_attention_triton(
                 to_dtype_absolute,
                 torch.finfo(q.dtype).max,
                 arithmetic.lost_mass,
+                arithmetic.weight_rounding / 2,
                 *capacity,
                 BLOCK=PAGE_BLOCK,
+                HEAD_DIM=head_dim,
+                DIM_BLOCK=parameters["DIM_BLOCK"],
                 num_warps=4,
                 **geometry,
             )

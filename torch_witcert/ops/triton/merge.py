@@ -41,7 +41,6 @@ _TOKENS = tl.constexpr(Field.TOKENS)
 _RADIUS_LIMIT = tl.constexpr(ar.RADIUS_LIMIT)
 _ABSOLUTE = tl.constexpr(ar.SUM_ABSOLUTE)
 _GAP = tl.constexpr(ar.GAP_ABSOLUTE)
-_HALF_WEIGHT_ROUNDING = tl.constexpr(ar.WEIGHT_ROUNDING / 2)
 
 
 @triton.jit
@@ -99,12 +98,14 @@ def merge_kernel(
     to_dtype_absolute,
     to_dtype_largest,
     lost_mass,
+    half_weight_rounding,
     pages_per_row,
     pages_per_split,
     code_splits,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -117,12 +118,13 @@ def merge_kernel(
     row = row_head // KV_HEADS
     token = first_token + query // GROUP
     target = (row * KV_HEADS * GROUP + head * GROUP + query % GROUP) * new_tokens + token
-    channel = tl.arange(0, HEAD_DIM)
+    channel = tl.arange(0, DIM_BLOCK)
+    is_channel = channel < HEAD_DIM
     fields = certificate + target * _FIELDS
 
     position = tl.load(positions + row * new_tokens + token)
     if position < 0:
-        tl.store(out + target * HEAD_DIM + channel, tl.zeros([HEAD_DIM], out.dtype.element_ty))
+        tl.store(out + target * HEAD_DIM + channel, tl.zeros([DIM_BLOCK], out.dtype.element_ty), mask=is_channel)
         tl.store(lse + target, float("-inf"))
         tl.store(fields + tl.arange(0, _FIELDS), tl.zeros([_FIELDS], tl.float32))
         # The same lanes rewrite what they zeroed, in program order.
@@ -146,14 +148,14 @@ def merge_kernel(
         maximum = tl.maximum(maximum, tl.load(statistic + split))
     exact_share = tl.exp2(exact_maximum - maximum)
     total = exact_share * tl.load(statistic + _STATISTIC_SUM * statistic_plane + code_splits)
-    output = exact_share * tl.load(partial + code_splits * HEAD_DIM + channel)
+    output = exact_share * tl.load(partial + code_splits * HEAD_DIM + channel, mask=is_channel, other=0.0)
     for split in range(first_split, end_split):
         share = tl.exp2(tl.load(statistic + split) - maximum)
         total += share * tl.load(statistic + _STATISTIC_SUM * statistic_plane + split)
-        output += share * tl.load(partial + split * HEAD_DIM + channel)
+        output += share * tl.load(partial + split * HEAD_DIM + channel, mask=is_channel, other=0.0)
     output = output / total
     output_norm = tl.sqrt(tl.sum(output * output, 0))
-    tl.store(out + target * HEAD_DIM + channel, round_to_dtype(output, out.dtype.element_ty))
+    tl.store(out + target * HEAD_DIM + channel, round_to_dtype(output, out.dtype.element_ty), mask=is_channel)
     tl.store(lse + target, (maximum + tl.log2(total)) * LN_2)
 
     # The exact group starts every sum; lane 0 carries it.
@@ -283,7 +285,7 @@ def merge_kernel(
     mass_as_codes = tl.sum(code_mass, 0)
     tv = tv * (1.0 + 2.0**-20) + 2.0**-22
     guaranteed = guaranteed & is_finite(tv)
-    rounded_tv = tl.minimum(tv + mass_as_codes * _HALF_WEIGHT_ROUNDING, 1.0)
+    rounded_tv = tl.minimum(tv + mass_as_codes * half_weight_rounding, 1.0)
 
     e_val = tl.sum(value_error, 0) * up
     rounding = code_values * (tl.sum(code_norm, 0) * up + e_val)

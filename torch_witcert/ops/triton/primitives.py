@@ -67,3 +67,9 @@ def exponential_gap(c):
 def exponential_minus_one(c):
     """e^c - 1 for c >= 0, without cancellation."""
     return c + exponential_gap(c)
+
+
+@triton.jit
+def outlier_lanes(channel, outlier_of):
+    """Which channels are outliers; `outlier_of` holds their indices, -1 beyond the last one."""
+    return tl.max((channel[:, None] == outlier_of[None, :]).to(tl.int32), 1) > 0
