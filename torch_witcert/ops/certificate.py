@@ -111,7 +111,8 @@ def total_variation_bounds(groups: Groups, arithmetic: Arithmetic | None = None)
     rest = torch.minimum(y * rest, (y * above(rest_high * exponential_gap(radius)) / 2).sqrt())
     split = moved + rest
 
-    guaranteed = largest <= ar.RADIUS_LIMIT
+    # A NaN among the masses passes by the bounds that do not use it.
+    guaranteed = (largest <= ar.RADIUS_LIMIT) & mass.sum(-1).isfinite()
     return TotalVariationBounds(
         *(torch.where(guaranteed & ~bound.isnan(), bound, float("inf")) for bound in (ratio, tanh, pinsker, split))
     )
@@ -119,7 +120,7 @@ def total_variation_bounds(groups: Groups, arithmetic: Arithmetic | None = None)
 
 def _ratio(excess: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
     """1 / (1 + A_ / E+), 0 where E+ is 0."""
-    return torch.where(excess > 0, 1 / (1 + lower / excess), 0.0)
+    return torch.where(excess == 0, 0.0, 1 / (1 + lower / excess))
 
 
 def output_bounds(

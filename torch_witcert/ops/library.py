@@ -6,7 +6,10 @@ tested where there is no GPU; otherwise it is the reference.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -35,9 +38,41 @@ _write_on_cpu = kv_write_triton if INTERPRETED else kv_write_reference
 _attend_on_cpu = certified_attention_triton if INTERPRETED else certified_attention_reference
 
 
-def _full_precision(tensor: torch.Tensor) -> torch.autocast:
-    """Autocast off: it would run the reference's products in 16 bits, which no certificate claims."""
-    return torch.autocast(tensor.device.type, enabled=False)
+class _FullPrecision(contextlib.AbstractContextManager):
+    """Float32 is float32 on the CPU, whatever precision of matrix products the user has set for the process.
+
+    A lower one would run the reference's products in fewer bits than any certificate claims. The setting belongs to the
+    process: the first operator to enter changes it, the last one to leave restores it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.before = ""
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.inside == 0:
+                self.before = torch.backends.mkldnn.matmul.fp32_precision
+                torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+            self.inside += 1
+
+    def __exit__(self, *exception) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                torch.backends.mkldnn.matmul.fp32_precision = self.before
+
+
+_CPU_PRECISION = _FullPrecision()
+
+
+@contextlib.contextmanager
+def _full_precision(tensor: torch.Tensor) -> Iterator[None]:
+    """No autocast, which would run products in 16 bits; and on the CPU :class:`_FullPrecision`. Kernels look at neither."""
+    precision = contextlib.nullcontext() if tensor.is_cuda else _CPU_PRECISION
+    with torch.autocast(tensor.device.type, enabled=False), precision:
+        yield
 
 
 def _checked_write(launch):

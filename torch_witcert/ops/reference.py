@@ -49,6 +49,7 @@ def kv_write_reference(
         k_codes, k_scale, k_zero, k_bypass, v_codes, v_scale, v_zero, page_notes, page_keys, k_tail, v_tail
     )
     page_size, ring = store.page_size, k_tail.shape[2]
+    _check_outliers(outlier_channels, k.shape[-1])
     for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
         if count == 0:
             continue
@@ -62,11 +63,14 @@ def kv_write_reference(
             full_k = torch.cat([k_tail[row][:, kept], new_k[:, :end]], 1).unflatten(1, (-1, page_size))
             full_v = torch.cat([v_tail[row][:, kept], new_v[:, :end]], 1).unflatten(1, (-1, page_size))
             physical = page_table[row, first:last].long()
+            # A page that is not stored, because a sliding window has left it already, has no physical page.
+            kept_pages = physical >= 0
+            physical = physical[kept_pages]
             if parsed.is_dithered:
-                page_keys[physical] = page_key(seeds[row], torch.arange(first, last))[:, None]
+                page_keys[physical] = page_key(seeds[row], torch.arange(first, last)[kept_pages])[:, None]
             page = quantize_page(
-                full_k.transpose(0, 1),
-                full_v.transpose(0, 1),
+                full_k.transpose(0, 1)[kept_pages],
+                full_v.transpose(0, 1)[kept_pages],
                 parsed,
                 outlier_channels,
                 *_page_dither(store, physical, layer, parsed),
@@ -78,6 +82,13 @@ def kv_write_reference(
         slots = torch.arange(start, total) % ring
         k_tail[row][:, slots] = new_k[:, start - length :]
         v_tail[row][:, slots] = new_v[:, start - length :]
+
+
+def _check_outliers(outlier_channels: torch.Tensor, head_dim: int) -> None:
+    """The kernels cannot look: they mark every read of such a store with infinite bounds."""
+    for channels in outlier_channels.tolist():
+        if len(set(channels)) < len(channels) or not all(0 <= channel < head_dim for channel in channels):
+            raise ValueError(f"outlier_channels must be distinct channels below head_dim {head_dim}, got {channels}")
 
 
 def _page_dither(
@@ -167,6 +178,7 @@ def certified_attention_reference(
         dim, store.page_size, page_table.shape[1], pages_per_split, new_tokens, q.dtype, parsed, softcap
     )
     kinds = parse_radii(radii, parsed)
+    _check_outliers(outlier_channels, dim)
     out = q.new_empty((batch, heads, new_tokens, dim))
     lse = q.new_empty((batch, heads, new_tokens), dtype=torch.float32)
     certificate = q.new_empty((batch, heads, new_tokens, cert.Field.COUNT), dtype=torch.float32)
@@ -298,7 +310,9 @@ def _attend(
         queries, row.k_scale, row.k_zero, row.notes, options.sm_scale, options.store_format, options.outlier_channels
     ).total(arithmetic, options.radii, risk, tokens)
     exact_radius = cert.exact_radius(queries, key_norm, options.sm_scale, arithmetic)
-    exact_radius = exact_radius + torch.where(sink.isinf(), 0.0, sink.abs()) * ar.SINK_ERROR
+    # A sink so far below that its weight is 0 in any rounding costs nothing.
+    flushed = sink < exact_scores.amax(-1) - ar.FLUSHED - sink.abs() * ar.SINK_ERROR
+    exact_radius = exact_radius + torch.where(flushed | sink.isneginf(), 0.0, sink.abs() * ar.SINK_ERROR)
 
     def join(pages: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
         """Groups of the certificate: code pages, then the exact tokens; 0 where nothing is read."""

@@ -107,12 +107,13 @@ class StoreShape:
 
     Args:
         batch_size: rows B.
-        pages_per_row: page slots M of a row; the pool has N = B * M pages.
+        pages_per_row: page slots M of a row.
         num_kv_heads: Hkv.
         page_size: P, one of 16, 32, 64, 128.
         head_dim: D, 64, 80, 96, 128 or 256, of keys and of values.
         dtype: the model's dtype, bfloat16, float16 or float32.
         store_format: how keys and values are stored.
+        pool_pages: N, pages of the pool; None for B * M.
     """
 
     batch_size: int
@@ -122,6 +123,7 @@ class StoreShape:
     head_dim: int
     dtype: torch.dtype
     store_format: StoreFormat = DEFAULT
+    pool_pages: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self)[:3]:
@@ -136,7 +138,7 @@ class StoreShape:
 
     @property
     def num_pages(self) -> int:
-        return self.batch_size * self.pages_per_row
+        return self.batch_size * self.pages_per_row if self.pool_pages is None else self.pool_pages
 
     def tensor_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor of a :class:`PagedStore`."""
@@ -174,16 +176,22 @@ def identity_page_table(batch_size: int, pages_per_row: int, device: torch.devic
     return torch.arange(batch_size * pages_per_row, dtype=torch.int32, device=device).view(batch_size, pages_per_row)
 
 
-def derive_source_map(lengths: torch.Tensor, num_kv_heads: int, pages_per_row: int, page_size: int) -> torch.Tensor:
+def derive_source_map(
+    lengths: torch.Tensor, num_kv_heads: int, pages_per_row: int, page_size: int, kept: int | None = None
+) -> torch.Tensor:
     """Source map of a row's page slots from the lengths before a forward: complete pages are read as codes.
 
     Args:
         lengths: int32 [B], tokens stored before the forward.
+        kept: complete pages that are still stored, the newest ones; all where left out.
 
     Returns:
         int8 [B, Hkv, M].
     """
     slots = torch.arange(pages_per_row, device=lengths.device)
-    complete = slots[None, :] < (lengths // page_size)[:, None]
-    sources = torch.where(complete, SOURCE_CODES, SOURCE_NONE).to(torch.int8)
+    complete = (lengths // page_size)[:, None]
+    stored = slots[None, :] < complete
+    if kept is not None and kept < pages_per_row:
+        stored = stored & (slots[None, :] >= complete - kept)
+    sources = torch.where(stored, SOURCE_CODES, SOURCE_NONE).to(torch.int8)
     return sources[:, None, :].expand(-1, num_kv_heads, -1).contiguous()

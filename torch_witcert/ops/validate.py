@@ -10,6 +10,9 @@ from .formats import StoreFormat
 from .radii import parse_radii
 from .storage import HEAD_DIMS, MODEL_DTYPES, PAGE_SIZES, PagedStore, tensor_shapes
 
+#: Smaller factors would be rounded to few bits, or to 0, in float32.
+LEAST_FACTOR = 2.0**-100
+
 
 def _expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
@@ -37,6 +40,10 @@ def validate_store(
         raise NotImplementedError(f"dtype of k must be one of {MODEL_DTYPES}, got {k.dtype}")
     if dim not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim must be one of {HEAD_DIMS}, got {dim}")
+    if page_table.ndim != 2:
+        raise ValueError(f"page_table must have shape [B, M], got {list(page_table.shape)}")
+    if store.k_codes.ndim != 4 or store.k_codes.shape[0] == 0:
+        raise ValueError(f"k_codes must hold pages, [N, Hkv, P, bytes] with N > 0, got {list(store.k_codes.shape)}")
     if store.k_tail.ndim != 4 or store.page_size not in PAGE_SIZES:
         raise NotImplementedError(
             f"page size (half of dimension 2 of k_tail) must be one of {PAGE_SIZES}, got k_tail {list(store.k_tail.shape)}"
@@ -117,10 +124,12 @@ def validate_attention(
     kinds = parse_radii(radii, StoreFormat.parse(store_format))
     _expect("log_risk", log_risk, (batch, new_tokens) if kinds.probabilistic else (0,), torch.float32, k.device)
     _expect("sinks", sinks, (q.shape[1],) if sinks.numel() else (0,), torch.float32, k.device)
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be a finite number, positive or 0 for none, got {softcap!r}")
-    if not 0 < sm_scale < math.inf:
-        raise ValueError(f"sm_scale must be a positive finite number, got {sm_scale!r}")
+    if softcap != 0 and not LEAST_FACTOR <= softcap < math.inf:
+        raise ValueError(
+            f"softcap must be 0 for none, or a finite number of at least {LEAST_FACTOR:g}, got {softcap!r}"
+        )
+    if not LEAST_FACTOR <= sm_scale < math.inf:
+        raise ValueError(f"sm_scale must be a finite number of at least {LEAST_FACTOR:g}, got {sm_scale!r}")
     _expect_int("window", window, 0)
     _expect_int("pages_per_split", pages_per_split, 1)
 

@@ -11,46 +11,44 @@ import triton
 import triton.language as tl
 
 from .. import arithmetic as ar
-from ..dither import GRID_ERROR
 from ..formats import KEY_GROUP, VALUE_GROUP
-from ..storage import SOURCE_CODES, Note
+from ..storage import SOURCE_CODES
 from .codes import dither_tile, load_code_values
 from .primitives import (
     LN_2,
     NORM_ABSOLUTE,
-    NORM_FLOOR,
     NOTE_RELATIVE,
     is_finite,
+    norm_of_query,
     outlier_lanes,
     round_to_bfloat16,
+)
+from .records import (
+    MASS,
+    QZERO,
+    RADIUS,
+    REFERENCE,
+    SCALED_MASS,
+    STATISTICS,
+    TOP,
+    record_address,
 )
 
 #: Query rows of a program. 16 hits an illegal memory access with int8 operands on Triton 3.6.
 QUERY_ROWS = 8
-#: Planes of the page records [RECORDS, B * Hkv, query rows, M + 1]; the last slot is the exact pass.
-REFERENCE, MASS, SCALED_MASS, TOP, RADIUS = range(5)
-RECORDS = 5
-#: Planes of the split statistics [STATISTICS, B * Hkv, query rows, splits + 1].
-MAXIMUM, SUM = range(2)
-STATISTICS = 2
-
 _RECORD_REFERENCE = tl.constexpr(REFERENCE)
 _RECORD_MASS = tl.constexpr(MASS)
 _RECORD_SCALED_MASS = tl.constexpr(SCALED_MASS)
 _RECORD_TOP = tl.constexpr(TOP)
 _RECORD_RADIUS = tl.constexpr(RADIUS)
-_STATISTIC_SUM = tl.constexpr(SUM)
+_RECORD_QZERO = tl.constexpr(QZERO)
+_STATISTICS = tl.constexpr(STATISTICS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_RADIUS_RELATIVE = tl.constexpr(1.0 + ar.RADIUS_RELATIVE)
-_GRID_ERROR = tl.constexpr(GRID_ERROR)
 _SINK_ERROR = tl.constexpr(ar.SINK_ERROR)
+_FLUSHED = tl.constexpr(ar.FLUSHED)
 _KEY_GROUP = tl.constexpr(KEY_GROUP)
 _VALUE_GROUP = tl.constexpr(VALUE_GROUP)
 _CODES = tl.constexpr(SOURCE_CODES)
-_NOTES = tl.constexpr(Note.COUNT)
-_KEY_NORM = tl.constexpr(Note.KEY_NORM)
-_KEY_ERROR = tl.constexpr(Note.KEY_ERROR)
-_KEY_ERROR_SCALED = tl.constexpr(Note.KEY_ERROR_SCALED)
 
 
 @triton.jit
@@ -79,13 +77,6 @@ def _advance(maximum, total, accumulator, scores):
     weights = tl.exp2(scores - reference[None, :])
     rescale = tl.exp2(maximum - reference)
     return raised, reference, top, weights, total * rescale, accumulator * rescale[None, :]
-
-
-@triton.jit
-def _norm(scaled_q):
-    """Upper bound of sm_scale * ||q|| [rows], from q in log2 units."""
-    magnitude = tl.maximum(tl.abs(scaled_q), NORM_FLOOR)
-    return tl.sqrt(tl.sum(magnitude * magnitude, 0)) * (1.0 + NOTE_RELATIVE) * LN_2
 
 
 @triton.jit
@@ -120,19 +111,14 @@ def _coded_values(
 
 @triton.jit
 def _page_scores(
-    scaled_q, q_rows, scale_log2, is_query, outlier_of, k_codes, k_scale, k_zero, page_key, layer, head, block, token,
+    scaled_q, q_rows, scale_log2, is_query, outlier_of, k_codes, k_scale, page_key, layer, head, block, token,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, K_BITS: tl.constexpr,
-    K_OFFSET: tl.constexpr, K_FLOAT: tl.constexpr, K_ASYMMETRIC: tl.constexpr, K_PER_TOKEN: tl.constexpr,
+    K_OFFSET: tl.constexpr, K_FLOAT: tl.constexpr, K_PER_TOKEN: tl.constexpr,
     K_DITHER: tl.constexpr, OUTLIERS: tl.constexpr, OPERAND: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Scores [P, rows] of a page's codes, outlier channels apart, and what their radii are made of: sum |q| scale,
-    sum q^2 scale^2 (both the largest over the page's tokens) and sum |q zero|; all in log2 units. `scaled_q` is 0 in outlier channels.
-    """
-    centre = tl.zeros([ROWS], tl.float32)
+    """Scores [P, rows] of a page's codes in log2 units, without zeros and outlier channels. `scaled_q` is 0 in outlier channels."""
     if K_PER_TOKEN:
         scores = tl.zeros([PAGE_SIZE, ROWS], tl.float32)
-        steps = tl.zeros([PAGE_SIZE, ROWS], tl.float32)
-        squares = tl.zeros([PAGE_SIZE, ROWS], tl.float32)
         GROUPS: tl.constexpr = HEAD_DIM // _KEY_GROUP
         for group in tl.static_range(GROUPS):
             channel = group * _KEY_GROUP + tl.arange(0, _KEY_GROUP)
@@ -148,12 +134,8 @@ def _page_scores(
             if K_DITHER > 0:
                 dither = dither_tile(page_key, layer, head, group * _KEY_GROUP, PAGE_SIZE, _KEY_GROUP, False, K_DITHER)
                 part -= _limb_product(dither.to(OPERAND), part_q, OPERAND)
-            scale = tl.load(k_scale + (block * PAGE_SIZE + token) * GROUPS + group).to(tl.float32)[:, None]
-            scores += part * scale
-            steps += tl.sum(tl.abs(part_q), 0)[None, :] * scale
-            squares += tl.sum(part_q * part_q, 0)[None, :] * (scale * scale)
-        step = tl.max(steps, 0)
-        square = tl.max(squares, 0)
+            scores += part * tl.load(k_scale + (block * PAGE_SIZE + token) * GROUPS + group).to(tl.float32)[:, None]
+        return scores
     else:
         channel = tl.arange(0, DIM_BLOCK)
         is_channel = channel < HEAD_DIM
@@ -167,13 +149,7 @@ def _page_scores(
         if K_DITHER > 0:
             dither = dither_tile(page_key, layer, head, 0, PAGE_SIZE, DIM_BLOCK, False, K_DITHER)
             scores -= _limb_product(dither.to(OPERAND), folded, OPERAND)
-        if K_ASYMMETRIC:
-            zero = tl.load(k_zero + block * HEAD_DIM + channel, mask=is_channel, other=0.0).to(tl.float32)
-            scores += tl.sum(scaled_q * zero[:, None], 0)[None, :]
-            centre = tl.sum(tl.abs(scaled_q * zero[:, None]), 0)
-        step = tl.sum(tl.abs(folded), 0)
-        square = tl.sum(folded * folded, 0)
-    return scores, step, square, centre
+        return scores
 
 
 @triton.jit
@@ -230,9 +206,7 @@ def _page_values(
         "v_stride_row",
         "v_stride_head",
         "v_stride_token",
-        "scratch_rows",
-        "record_plane",
-        "statistic_plane",
+        "scratch_blocks",
         "pages_per_row",
         "pages_per_split",
         "code_splits",
@@ -247,24 +221,21 @@ def attend_kernel(
     lengths,
     page_table,
     source_map,
-    log_risk,
     sinks,
     outlier_channels,
     k_codes,
     k_scale,
-    k_zero,
     k_bypass,
     v_codes,
     v_scale,
     v_zero,
-    page_notes,
     page_keys,
     k_tail,
     v_tail,
-    accumulators,  # fp32 [B * Hkv, query rows, splits + 1, D]
+    accumulators,
     statistics,
     records,
-    exact_norms,  # fp32 [B * Hkv, query rows], largest ||V_t|| read exact
+    exact_norms,  # fp32 [B * Hkv * row blocks, ROWS], largest ||V_t|| read exact
     scale_log2,
     softcap_log2,
     layer,
@@ -282,11 +253,7 @@ def attend_kernel(
     v_stride_row,
     v_stride_head,
     v_stride_token,
-    scratch_rows,
-    record_plane,
-    statistic_plane,
-    code_step,
-    code_zero,
+    scratch_blocks,
     exact_dot,
     score_steps,
     pages_per_row,
@@ -296,9 +263,6 @@ def attend_kernel(
     TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    STEP_RADIUS: tl.constexpr,
-    RESIDUAL_RADIUS: tl.constexpr,
-    PROBABILISTIC_RADIUS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -321,8 +285,6 @@ def attend_kernel(
     V_GROUPS: tl.constexpr,
     V_DITHER: tl.constexpr,
 ):
-    record_plane = record_plane.to(tl.int64)
-    statistic_plane = statistic_plane.to(tl.int64)
     pid = tl.program_id(0)
     if EXACT:
         split = code_splits
@@ -349,24 +311,21 @@ def attend_kernel(
     q_mask = is_query[None, :] & is_channel[:, None]
     scaled_q = tl.load(q + q_offset[None, :] + channel[:, None], mask=q_mask, other=0.0)
     scaled_q = scaled_q.to(tl.float32) * scale_log2
-    # Asked of every channel, because a maximum drops a NaN.
-    q_is_finite = tl.min(is_finite(scaled_q).to(tl.int32), 0) > 0
-
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     accumulator = tl.zeros([DIM_BLOCK, ROWS], tl.float32)
     row_head = row * KV_HEADS + head
-    scratch = row_head * scratch_rows + query
+    row_block = row_head * scratch_blocks + block_of_rows
+    lane_of_row = tl.arange(0, ROWS)
 
     if EXACT:
-        q_norm = _norm(scaled_q)
-        sink_radius = tl.zeros([ROWS], tl.float32)
+        # Asked of every channel, because a maximum drops a NaN.
+        q_is_finite = tl.min(is_finite(scaled_q).to(tl.int32), 0) > 0
         if HAS_SINKS:
             sink = tl.load(sinks + query_head, mask=is_query, other=float("-inf"))
             maximum = sink * _LOG2_E
             # An exact token without a value: its weight is 1 at its own maximum.
             total = tl.where(sink == float("-inf"), 0.0, 1.0)
-            sink_radius = tl.where(sink == float("-inf"), 0.0, tl.abs(sink) * _SINK_ERROR)
         code_end = pages * PAGE_SIZE
         tail_tiles = tl.cdiv(length - code_end, TILE)
         # Columns are in causal order: none after the last query token of this block is visible to it.
@@ -417,15 +376,17 @@ def attend_kernel(
             maximum, reference, top, weights, total, accumulator = _advance(maximum, total, accumulator, scores)
             total += tl.sum(weights, 0)
             accumulator += tl.dot(tl.trans(values), weights, input_precision="ieee")
-        radius = q_norm * key_norm * exact_dot + score_steps + sink_radius
+        radius = norm_of_query(scaled_q) * key_norm * exact_dot + score_steps
+        if HAS_SINKS:
+            # A sink so far below that its weight is 0 in any rounding costs nothing.
+            charge = tl.abs(sink) * _SINK_ERROR
+            is_flushed = (sink == float("-inf")) | (sink < maximum * LN_2 - _FLUSHED - charge)
+            radius += tl.where(is_flushed, 0.0, charge)
         radius = tl.where(q_is_finite, radius, float("inf"))
-        record = scratch * (pages_per_row + 1) + pages_per_row
-        tl.store(records + _RECORD_REFERENCE * record_plane + record, maximum, mask=is_query)
-        tl.store(records + _RECORD_MASS * record_plane + record, total, mask=is_query)
-        tl.store(records + _RECORD_SCALED_MASS * record_plane + record, tl.zeros_like(total), mask=is_query)
-        tl.store(records + _RECORD_TOP * record_plane + record, maximum, mask=is_query)
-        tl.store(records + _RECORD_RADIUS * record_plane + record, radius, mask=is_query)
-        tl.store(exact_norms + scratch, value_norm, mask=is_query)
+        record = record_address(records, row_block, pages_per_row, pages_per_row, 0, ROWS) + lane_of_row
+        tl.store(record + _RECORD_MASS * ROWS, total)
+        tl.store(record + _RECORD_RADIUS * ROWS, radius)
+        tl.store(exact_norms + row_block * ROWS + lane_of_row, value_norm)
     else:
         begin = split * pages_per_split
         end = tl.minimum(begin + pages_per_split, pages)
@@ -439,16 +400,11 @@ def attend_kernel(
         if OUTLIERS > 0:
             lane = tl.arange(0, OUTLIER_BLOCK)
             outlier_of = tl.load(outlier_channels + head * OUTLIERS + lane, mask=lane < OUTLIERS, other=-1)
-            bypass_mask = is_query[None, :] & (outlier_of >= 0)[:, None]
+            is_outlier = (outlier_of >= 0) & (outlier_of < HEAD_DIM)
+            bypass_mask = is_query[None, :] & is_outlier[:, None]
             bypass_q = tl.load(q + q_offset[None, :] + outlier_of[:, None], mask=bypass_mask, other=0.0)
             bypass_q = bypass_q.to(tl.float32) * scale_log2
-            bypass_norm = _norm(bypass_q)
             scaled_q = tl.where(outlier_lanes(channel, outlier_of)[:, None], 0.0, scaled_q)
-        q_norm = _norm(scaled_q)
-        if PROBABILISTIC_RADIUS:
-            risk = tl.load(log_risk + row * new_tokens + query_token, mask=is_query, other=float("inf"))
-            # Every quantized token that the row holds shares the read's failure probability.
-            deviation = tl.sqrt((risk + tl.log((pages * PAGE_SIZE).to(tl.float32))) * 0.16666667163372040)
         for page in range(begin, end):
             physical = tl.load(page_table + row * pages_per_row + page).to(tl.int64)
             source = tl.load(source_map + row_head * pages_per_row + page)
@@ -456,19 +412,18 @@ def attend_kernel(
             page_key = block
             if K_DITHER + V_DITHER > 0:
                 page_key = tl.load(page_keys + block)
-            scores, step, square, centre = _page_scores(
-                scaled_q, q + q_offset, scale_log2, is_query, outlier_of, k_codes, k_scale, k_zero, page_key, layer, head,
-                block, token, PAGE_SIZE, HEAD_DIM, DIM_BLOCK, K_BITS, K_OFFSET, K_MAX_ERROR != 0.5, K_ASYMMETRIC,
-                K_PER_TOKEN, K_DITHER, OUTLIERS, OPERAND, ROWS,
+            scores = _page_scores(
+                scaled_q, q + q_offset, scale_log2, is_query, outlier_of, k_codes, k_scale, page_key, layer, head, block,
+                token, PAGE_SIZE, HEAD_DIM, DIM_BLOCK, K_BITS, K_OFFSET, K_MAX_ERROR != 0.5, K_PER_TOKEN, K_DITHER, OUTLIERS,
+                OPERAND, ROWS,
             )  # fmt: skip
-            notes = page_notes + block * _NOTES
-            key_norm = tl.load(notes + _KEY_NORM)
-            arithmetic = LN_2 * (step * code_step + centre * code_zero) + score_steps
+            record = record_address(records, row_block, pages_per_row, page, 0, ROWS) + lane_of_row
+            if K_ASYMMETRIC:
+                scores += tl.load(record + _RECORD_QZERO * ROWS)[None, :]
             if OUTLIERS > 0:
                 where = (block * PAGE_SIZE + token[:, None]) * OUTLIERS + lane[None, :]
                 bypass = tl.load(k_bypass + where, mask=lane[None, :] < OUTLIERS, other=0.0).to(tl.float32)
                 scores += tl.dot(bypass, bypass_q, input_precision="ieee")
-                arithmetic += bypass_norm * key_norm * exact_dot
             scores = _cap(scores, softcap_log2, HAS_SOFTCAP)
             seen = is_valid[None, :] & (page * PAGE_SIZE + token[:, None] > oldest[None, :]) & (source == _CODES)
             scores = tl.where(seen, scores, float("-inf"))
@@ -481,31 +436,13 @@ def attend_kernel(
             )  # fmt: skip
             accumulator += product
 
-            deviation_unit = tl.sqrt(square) * LN_2
-            radius = tl.full([ROWS], float("inf"), tl.float32)
-            if STEP_RADIUS:
-                radius = step * K_MAX_ERROR * LN_2
-            if RESIDUAL_RADIUS:
-                residual = tl.minimum(
-                    q_norm * tl.load(notes + _KEY_ERROR), deviation_unit * tl.load(notes + _KEY_ERROR_SCALED)
-                )
-                radius = tl.minimum(radius, residual)
-            if PROBABILISTIC_RADIUS:
-                probable = deviation_unit * deviation + step * LN_2 * _GRID_ERROR
-                radius = tl.where(is_finite(deviation) & (probable < radius), probable, radius)
-            radius = radius * _RADIUS_RELATIVE + arithmetic
-            radius = tl.where(is_finite(key_norm), radius, float("inf"))
-            radius = tl.where(q_is_finite, radius, float("inf"))
+            tl.store(record + _RECORD_REFERENCE * ROWS, reference)
+            tl.store(record + _RECORD_MASS * ROWS, mass)
+            tl.store(record + _RECORD_SCALED_MASS * ROWS, scaled_mass)
+            tl.store(record + _RECORD_TOP * ROWS, top)
 
-            record = scratch * (pages_per_row + 1) + page
-            tl.store(records + _RECORD_REFERENCE * record_plane + record, reference, mask=is_query)
-            tl.store(records + _RECORD_MASS * record_plane + record, mass, mask=is_query)
-            tl.store(records + _RECORD_SCALED_MASS * record_plane + record, scaled_mass, mask=is_query)
-            tl.store(records + _RECORD_TOP * record_plane + record, top, mask=is_query)
-            tl.store(records + _RECORD_RADIUS * record_plane + record, radius, mask=is_query)
-
-    statistic = scratch * (code_splits + 1) + split
-    tl.store(statistics + statistic, maximum, mask=is_query)
-    tl.store(statistics + _STATISTIC_SUM * statistic_plane + statistic, total, mask=is_query)
-    where = statistic[None, :] * HEAD_DIM + channel[:, None]
-    tl.store(accumulators + where, accumulator, mask=q_mask)
+    split_block = row_block * (code_splits + 1) + split
+    tl.store(statistics + split_block * _STATISTICS * ROWS + lane_of_row, maximum)
+    tl.store(statistics + (split_block * _STATISTICS + 1) * ROWS + lane_of_row, total)
+    where = (split_block * HEAD_DIM + channel[:, None]) * ROWS + lane_of_row[None, :]
+    tl.store(accumulators + where, accumulator, mask=is_channel[:, None])

@@ -12,18 +12,19 @@ import triton.language as tl
 from .. import arithmetic as ar
 from ..certificate import Field
 from ..storage import POSITION_OVERFLOW, SOURCE_CODES, Note
-from .attend import MASS, RADIUS, REFERENCE, SCALED_MASS, SUM, TOP
 from .primitives import LN_2, NORM_ABSOLUTE, exponential_gap, exponential_minus_one, is_finite, round_to_dtype
+from .records import MASS, RADIUS, RECORDS, REFERENCE, SCALED_MASS, STATISTICS, TOP
 
-#: Pages that a program sums at a time.
-PAGE_BLOCK = 128
+#: Most pages that a program sums at a time.
+PAGE_BLOCK = 1024
 
 _RECORD_REFERENCE = tl.constexpr(REFERENCE)
 _RECORD_MASS = tl.constexpr(MASS)
 _RECORD_SCALED_MASS = tl.constexpr(SCALED_MASS)
 _RECORD_TOP = tl.constexpr(TOP)
 _RECORD_RADIUS = tl.constexpr(RADIUS)
-_STATISTIC_SUM = tl.constexpr(SUM)
+_RECORDS = tl.constexpr(RECORDS)
+_STATISTICS = tl.constexpr(STATISTICS)
 _CODES = tl.constexpr(SOURCE_CODES)
 _OVERFLOW = tl.constexpr(POSITION_OVERFLOW)
 _NOTES = tl.constexpr(Note.COUNT)
@@ -61,9 +62,7 @@ def _smaller(a, b):
         "new_tokens",
         "first_token",
         "chunk_tokens",
-        "scratch_rows",
-        "record_plane",
-        "statistic_plane",
+        "scratch_blocks",
         "pages_per_row",
         "pages_per_split",
         "code_splits",
@@ -87,9 +86,7 @@ def merge_kernel(
     new_tokens,
     first_token,
     chunk_tokens,
-    scratch_rows,
-    record_plane,
-    statistic_plane,
+    scratch_blocks,
     sum_relative,
     code_values,
     exact_values,
@@ -108,9 +105,8 @@ def merge_kernel(
     DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    record_plane = record_plane.to(tl.int64)
-    statistic_plane = statistic_plane.to(tl.int64)
     pid = tl.program_id(0)
     query = pid % (chunk_tokens * GROUP)
     row_head = (pid // (chunk_tokens * GROUP)).to(tl.int64)
@@ -138,21 +134,22 @@ def merge_kernel(
     first_page = tl.maximum(oldest + 1, 0) // PAGE_SIZE
     first_split = first_page // pages_per_split
     end_split = tl.where(first_page < pages, tl.cdiv(pages, pages_per_split), first_split)
-    scratch = row_head * scratch_rows + query
-    statistic = statistics + scratch * (code_splits + 1)
-    partial = accumulators + scratch * (code_splits + 1) * HEAD_DIM
+    row_block = row_head * scratch_blocks + query // ROWS
+    lane_of_row = query % ROWS
+    statistic = statistics + row_block * (code_splits + 1) * _STATISTICS * ROWS + lane_of_row
+    partial = accumulators + row_block * (code_splits + 1) * HEAD_DIM * ROWS + channel * ROWS + lane_of_row
 
-    exact_maximum = tl.load(statistic + code_splits)
+    exact_maximum = tl.load(statistic + code_splits * _STATISTICS * ROWS)
     maximum = exact_maximum
     for split in range(first_split, end_split):
-        maximum = tl.maximum(maximum, tl.load(statistic + split))
+        maximum = tl.maximum(maximum, tl.load(statistic + split * _STATISTICS * ROWS))
     exact_share = tl.exp2(exact_maximum - maximum)
-    total = exact_share * tl.load(statistic + _STATISTIC_SUM * statistic_plane + code_splits)
-    output = exact_share * tl.load(partial + code_splits * HEAD_DIM + channel, mask=is_channel, other=0.0)
+    total = exact_share * tl.load(statistic + (code_splits * _STATISTICS + 1) * ROWS)
+    output = exact_share * tl.load(partial + code_splits * HEAD_DIM * ROWS, mask=is_channel, other=0.0)
     for split in range(first_split, end_split):
-        share = tl.exp2(tl.load(statistic + split) - maximum)
-        total += share * tl.load(statistic + _STATISTIC_SUM * statistic_plane + split)
-        output += share * tl.load(partial + split * HEAD_DIM + channel, mask=is_channel, other=0.0)
+        share = tl.exp2(tl.load(statistic + split * _STATISTICS * ROWS) - maximum)
+        total += share * tl.load(statistic + (split * _STATISTICS + 1) * ROWS)
+        output += share * tl.load(partial + split * HEAD_DIM * ROWS, mask=is_channel, other=0.0)
     output = output / total
     output_norm = tl.sqrt(tl.sum(output * output, 0))
     tl.store(out + target * HEAD_DIM + channel, round_to_dtype(output, out.dtype.element_ty), mask=is_channel)
@@ -161,32 +158,28 @@ def merge_kernel(
     # The exact group starts every sum; lane 0 carries it.
     lane = tl.arange(0, BLOCK)
     is_first = lane == 0
-    record = records + scratch * (pages_per_row + 1)
-    exact_mass = exact_share * tl.load(record + _RECORD_MASS * record_plane + pages_per_row) / total
-    exact_radius = tl.load(record + _RECORD_RADIUS * record_plane + pages_per_row)
+    record = records + row_block * (pages_per_row + 1) * _RECORDS * ROWS + lane_of_row
+    exact_record = record + pages_per_row * _RECORDS * ROWS
+    exact_mass = exact_share * tl.load(exact_record + _RECORD_MASS * ROWS) / total
+    exact_radius = tl.load(exact_record + _RECORD_RADIUS * ROWS)
     exact_top = exact_share / total
-    exact_norm = tl.load(exact_norms + scratch)
-
-    heaviest_top = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(first_page // BLOCK * BLOCK, pages, BLOCK):
-        page = start + lane
-        source = tl.load(source_map + row_head * pages_per_row + page, mask=page < pages, other=0)
-        is_read = (page >= first_page) & (page < pages) & (source == _CODES)
-        top = tl.load(record + _RECORD_TOP * record_plane + page, mask=is_read, other=float("-inf"))
-        heaviest_top = tl.maximum(heaviest_top, top)
-    code_top = tl.max(heaviest_top, 0)
-    exact_is_heaviest = exact_maximum >= code_top
-    x_top = tl.exp2(tl.maximum(code_top, exact_maximum) - maximum) / total
+    exact_norm = tl.load(exact_norms + row_block * ROWS + lane_of_row)
 
     # The page that holds the heaviest token: the first one whose top is the largest.
+    heaviest_top = tl.full([BLOCK], float("-inf"), tl.float32)
     heaviest_page = tl.full([BLOCK], pages_per_row, tl.int32)
     for start in range(first_page // BLOCK * BLOCK, pages, BLOCK):
         page = start + lane
         source = tl.load(source_map + row_head * pages_per_row + page, mask=page < pages, other=0)
         is_read = (page >= first_page) & (page < pages) & (source == _CODES)
-        top = tl.load(record + _RECORD_TOP * record_plane + page, mask=is_read, other=float("-inf"))
-        heaviest_page = tl.where(is_read & (top == code_top), tl.minimum(heaviest_page, page), heaviest_page)
-    heaviest = tl.where(exact_is_heaviest, pages_per_row, tl.min(heaviest_page, 0))
+        top = tl.load(record + (page * _RECORDS + _RECORD_TOP) * ROWS, mask=is_read, other=float("-inf"))
+        heaviest_page = tl.where(top > heaviest_top, page, heaviest_page)
+        heaviest_top = tl.maximum(heaviest_top, top)
+    code_top = tl.max(heaviest_top, 0)
+    exact_is_heaviest = exact_maximum >= code_top
+    x_top = tl.exp2(tl.maximum(code_top, exact_maximum) - maximum) / total
+    heaviest_page = tl.min(tl.where(heaviest_top == code_top, heaviest_page, pages_per_row), 0)
+    heaviest = tl.where(exact_is_heaviest, pages_per_row, heaviest_page)
 
     lost = tl.where(exact_is_heaviest, lost_mass * exact_mass, 0.0)
     apart = tl.where(exact_is_heaviest, exact_top, 0.0)
@@ -217,11 +210,11 @@ def merge_kernel(
         page = start + lane
         source = tl.load(source_map + row_head * pages_per_row + page, mask=page < pages, other=0)
         is_read = (page >= first_page) & (page < pages) & (source == _CODES)
-        reference = tl.load(record + _RECORD_REFERENCE * record_plane + page, mask=is_read, other=float("-inf"))
+        reference = tl.load(record + (page * _RECORDS + _RECORD_REFERENCE) * ROWS, mask=is_read, other=float("-inf"))
         share = tl.exp2(reference - maximum) / total
-        mass = share * tl.load(record + _RECORD_MASS * record_plane + page, mask=is_read, other=0.0)
-        scaled_mass = share * tl.load(record + _RECORD_SCALED_MASS * record_plane + page, mask=is_read, other=0.0)
-        radius = tl.load(record + _RECORD_RADIUS * record_plane + page, mask=is_read, other=0.0)
+        mass = share * tl.load(record + (page * _RECORDS + _RECORD_MASS) * ROWS, mask=is_read, other=0.0)
+        scaled_mass = share * tl.load(record + (page * _RECORDS + _RECORD_SCALED_MASS) * ROWS, mask=is_read, other=0.0)
+        radius = tl.load(record + (page * _RECORDS + _RECORD_RADIUS) * ROWS, mask=is_read, other=0.0)
         physical = tl.load(page_table + row * pages_per_row + page, mask=is_read, other=0).to(tl.int64)
         notes = page_notes + (physical * KV_HEADS + head) * _NOTES
         norm = tl.load(notes + _VALUE_NORM, mask=is_read, other=0.0)
@@ -260,6 +253,8 @@ def merge_kernel(
     down = 1.0 - sum_relative
     # NaN must survive as "no guarantee"; a maximum over lanes would drop it.
     guaranteed = tl.min((largest_radius <= _RADIUS_LIMIT).to(tl.int32), 0) > 0
+    # So must a NaN among the weights, which the minimum of the bounds passes over.
+    guaranteed = guaranteed & is_finite(total)
     c_max = tl.max(largest_radius, 0)
     e_plus = tl.sum(excess, 0) * up + _GAP
     e_plus = e_plus + _ABSOLUTE * (1.0 + e_plus)

@@ -73,3 +73,10 @@ def exponential_minus_one(c):
 def outlier_lanes(channel, outlier_of):
     """Which channels are outliers; `outlier_of` holds their indices, -1 beyond the last one."""
     return tl.max((channel[:, None] == outlier_of[None, :]).to(tl.int32), 1) > 0
+
+
+@triton.jit
+def norm_of_query(scaled_q):
+    """Upper bound of sm_scale * ||q|| [rows], from q [D, rows] in log2 units."""
+    magnitude = tl.maximum(tl.abs(scaled_q), NORM_FLOOR)
+    return tl.sqrt(tl.sum(magnitude * magnitude, 0)) * (1.0 + NOTE_RELATIVE) * LN_2

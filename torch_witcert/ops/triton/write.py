@@ -192,7 +192,9 @@ def kv_write_kernel(
     v_fresh = v + row * v_stride_row + head.to(tl.int64) * v_stride_head
     tail = (row * KV_HEADS + head) * (2 * PAGE_SIZE * HEAD_DIM)
 
-    if page < last:
+    # A page that is not stored, because a sliding window has left it already, has no physical page.
+    physical = tl.load(page_table + row * pages_per_row + page, mask=page < last, other=-1).to(tl.int64)
+    if physical >= 0:
         position = page * PAGE_SIZE + token
         is_old = position < length
         is_new = position >= length
@@ -210,7 +212,6 @@ def kv_write_kernel(
         keys = tl.where(keys_finite, keys, 0.0)
         values = tl.where(values_finite, values, 0.0)
 
-        physical = tl.load(page_table + row * pages_per_row + page).to(tl.int64)
         block = physical * KV_HEADS + head
         notes = page_notes + block * _NOTES
         infinity = float("inf")
@@ -235,7 +236,7 @@ def kv_write_kernel(
                 column,
                 k_stride_token,
                 outlier_of,
-                outlier_of >= 0,
+                (outlier_of >= 0) & (outlier_of < HEAD_DIM),
                 HEAD_DIM,
             )
             bypass = tl.where(is_finite(bypass), bypass, 0.0).to(k_bypass.dtype.element_ty)
