@@ -67,12 +67,14 @@ def tiny_model(
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    attention_gain: float = 1.0,
     **options,
 ) -> PreTrainedModel:
     """A random model in eval mode. `window` is for all families but Llama: every layer of Mistral and Phi3, else every second.
 
     Attention adds to the residual stream about as much as the embeddings are, and its scores stay moderate, so that greedy
-    tokens depend on attention without hanging on its last digits.
+    tokens depend on attention without hanging on its last digits. `attention_gain` multiplies the output projections of
+    attention, and with them what quantization does to the logits; the gaps between logits stay as wide as they are.
     """
     torch.manual_seed(seed)
     common = {
@@ -112,7 +114,7 @@ def tiny_model(
                 attention.qkv_proj.weight[: heads * head_dim].mul_(0.3)
             else:
                 (attention.q_norm if family == "qwen3" else attention.q_proj).weight.mul_(0.3)
-            attention.o_proj.weight.mul_(0.03)
+            attention.o_proj.weight.mul_(0.03 * attention_gain)
             down = layer.mlp.experts.down_proj if family == "gpt_oss" else layer.mlp.down_proj.weight
             down.mul_(0.03)
             if family == "gemma2":  # what it adds to the stream is normalised, then multiplied by 1 + weight
@@ -171,10 +173,23 @@ def decisive_prompt(model: PreTrainedModel, tokens: int, new_tokens: int, batch:
 
 
 def stored_codes(cache: torch_witcert.CertifiedCache, row: int) -> list[torch.Tensor]:
-    """Everything that is stored of a row's complete pages, layer by layer."""
+    """Everything that is stored of a row's complete pages that reads can reach, certified layer by certified layer."""
     complete = int(cache.lengths[row]) // cache.config.page_size
-    pages = cache.state.page_table[row, :complete].long()
-    return [part[pages] for layer in cache.layers for part in layer.store[: len(POOL_PARTS)] if part.numel()]
+    parts = []
+    for index in cache.certified_layers:
+        layer = cache.layers[index]
+        pages = layer.group.page_table[row, max(0, complete - layer.group.reached) : complete].long()
+        assert (pages >= 0).all(), "a page within reach is not stored"
+        parts += [part[pages] for part in layer.store[: len(POOL_PARTS)] if part.numel()]
+    return parts
+
+
+def exact_tail(cache: torch_witcert.CertifiedCache, row: int) -> list[torch.Tensor]:
+    """Keys and values [Hkv, n, D] of a row's exact tokens from the page before the unfinished one on, layer by layer."""
+    size, length = cache.config.page_size, int(cache.lengths[row])
+    first = min(length, int(cache.state.exact_from()[row]))
+    slots = torch.arange(first, length) % (2 * size)
+    return [tail[row][:, slots] for layer in cache.layers for tail in (layer.store.k_tail, layer.store.v_tail)]
 
 
 @dataclass
@@ -217,9 +232,12 @@ def recorded_attention(cache: torch_witcert.CertifiedCache, run: Callable[[], ob
 
 
 def dequantized_keys(cache: torch_witcert.CertifiedCache, layer, row: int) -> torch.Tensor:
-    """float64 [Hkv, S, D]: what the complete pages of a row say the keys are."""
+    """float64 [Hkv, S, D]: what the complete pages of a row say the keys are; NaN where a window has left them."""
     complete = int(cache.lengths[row]) // cache.config.page_size
-    pages = cache.state.page_table[row, :complete].long()
+    pages = layer.group.page_table[row, :complete].long()
+    stored = pages >= 0
+    stored[: max(0, complete - layer.group.reached)] = False
+    pages = pages.clamp_min(0)
     store, store_format = layer.store, layer.shape.store_format
     parts = (part[pages] if part.numel() else part for part in store[:4])
     noise = None
@@ -227,4 +245,82 @@ def dequantized_keys(cache: torch_witcert.CertifiedCache, layer, row: int) -> to
         size, dim = layer.shape.page_size, layer.shape.head_dim
         noise = dither(store.page_keys[pages], layer.index, False, store_format.key.dither, size, dim)
     keys = dequantize_keys(*parts, store_format, layer.outlier_channels, noise)
+    keys = torch.where(stored[:, None, None, None], keys, float("nan"))
     return keys.transpose(0, 1).flatten(1, 2)
+
+
+class Histories:
+    """What each row of a cache was given, kept apart from it, so that a lone cache can be given the same.
+
+    A row that was copied, cropped or shared must then hold the same bits as the lone one, and its next read must return them.
+    The model's own matrix products are left out: their bits depend on the batch.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: torch_witcert.CertifiedCache) -> None:
+        self.model = model
+        self.cache = cache
+        #: Of each row its chunks, each a list over layers of (q, k, v, scores, out), [1, heads, T, D].
+        self.rows: list[list[list[tuple]]] = [[] for _ in range(cache.batch_size)]
+        self.spent = cache.state.spent.clone()
+
+    def forward(self, ids: torch.Tensor, counts: list[int] | None = None) -> torch.Tensor:
+        """A forward of which row b takes the first counts[b] columns; logits."""
+        self.spent = self.cache.state.spent.clone()
+        options = {}
+        counts = [ids.shape[1]] * ids.shape[0] if counts is None else counts
+        if min(counts) < ids.shape[1]:
+            options["attention_mask"] = torch.arange(ids.shape[1])[None, None, None] < torch.tensor(counts).view(
+                -1, 1, 1, 1
+            )
+        offsets = self.cache.lengths[:, None] + torch.arange(ids.shape[1])
+        logits = []
+
+        def run() -> None:
+            logits.append(forward(self.model, ids, self.cache, position_ids=offsets, **options))
+
+        calls = recorded_attention(self.cache, run)
+        for row, count in enumerate(counts):
+            if count:
+                tensors = [[x[row : row + 1, :, :count] for x in (c.q, c.k, c.v, c.out)] for c in calls]
+                self.rows[row].append([(*t[:3], c.scores, t[3]) for t, c in zip(tensors, calls, strict=True)])
+        return logits[0]
+
+    def take(self, index: list[int]) -> None:
+        """Row b becomes row index[b]."""
+        self.rows = [list(self.rows[row]) for row in index]
+
+    def crop(self, row: int, length: int) -> None:
+        kept, total = [], 0
+        for chunk in self.rows[row]:
+            size = min(chunk[0][0].shape[2], length - total)
+            if size > 0:
+                kept.append([(*(x[:, :, :size] for x in part[:3]), part[3], part[4][:, :, :size]) for part in chunk])
+                total += size
+        self.rows[row] = kept
+
+    def check(self, row: int, read: bool = True) -> None:
+        """The row has the bits of a lone cache: pages, exact tail, and, if its last forward was a read, output and certificates."""
+        cache, chunks = self.cache, self.rows[row]
+        seeds = int(cache.state.seeds[row]) if cache.state.seeds.numel() else None
+        alone = torch_witcert.CertifiedCache(self.model, cache.capacity_per_row, 1, seeds=seeds)
+        alone.state.untouched = False
+        for layer, other in zip(alone.layers, cache.layers, strict=True):
+            layer.outlier_channels.copy_(other.outlier_channels)
+        for number, chunk in enumerate(chunks):
+            if number == len(chunks) - 1 and alone.state.spent.numel():
+                alone.state.spent.copy_(self.spent[row : row + 1])
+            for layer, (q, k, v, scores, out) in zip(alone.layers, chunk, strict=True):
+                found = layer.attend(q, k, v, None, scores)
+                if read and number == len(chunks) - 1:
+                    assert torch.equal(found, out)
+        assert int(cache.lengths[row]) == int(alone.lengths)
+        of_row, lone = (stored_codes(c, r) for c, r in ((cache, row), (alone, 0)))
+        for part, expected in zip(of_row, lone, strict=True):
+            assert torch.equal(part, expected)
+        for part, expected in zip(exact_tail(cache, row), exact_tail(alone, 0), strict=True):
+            assert torch.equal(part, expected[:, expected.shape[1] - part.shape[1] :])
+        if read:
+            for part, expected in zip(
+                torch_witcert.certificates(cache), torch_witcert.certificates(alone), strict=True
+            ):
+                assert torch.equal(part[:, row], expected[:, 0])

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import torch_witcert
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TOY = ["--toy", "--device", "cpu", "--new-tokens"]
 
@@ -58,6 +60,36 @@ def test_cuda_graph_decode_says_that_there_is_no_graph(capsys):
         run_example("cuda_graph_decode", [*TOY, "3"])
 
 
+SHARED_PREFIX = [*TOY, "6", "--rows", "3", "--page-size", "16"]
+
+
+def test_shared_prefix(capsys):
+    run_example("shared_prefix", SHARED_PREFIX)
+    output = capsys.readouterr().out
+    system = int(re.search(r"system prompt of (\d+) tokens", output)[1])
+    found = re.findall(r"\| +(?:shared|each its own) \| +(\d+) \| +([\d.]+) MiB \| +([\d.]+) \|", output)
+    shared, alone = ([float(number) for number in row] for row in found)
+    # Three rows at a time, each of which would store the complete pages of the system prompt once more.
+    assert alone[0] - shared[0] == 2 * (system // 16) > 50
+    assert shared[1] < 0.6 * alone[1]
+    assert 0 < shared[2] < 0.2 and shared[2] == pytest.approx(alone[2], abs=1e-4)
+    equal = re.search(r"(\d+) tokens equal to those without sharing, logits equal (bit for bit|up to (\S+),)", output)
+    assert 8 <= int(equal[1]) <= 8 * 6 and float(equal[3] or 0) < 1e-3
+
+
+def test_shared_prefix_notices_a_fork_that_is_none(monkeypatch):
+    """Rows that begin where the one before them stood."""
+    fork = torch_witcert.CertifiedCache.fork
+
+    def wrong(cache, source, targets):
+        fork(cache, source, targets)
+        cache.layers[1].store.k_tail[targets] = cache.layers[1].store.k_tail[targets].roll(1, 2)
+
+    monkeypatch.setattr(torch_witcert.CertifiedCache, "fork", wrong)
+    with pytest.raises(SystemExit, match="token . differs with and without sharing"):
+        run_example("shared_prefix", SHARED_PREFIX)
+
+
 @pytest.mark.gpu
 def test_cuda_graph_decode_equals_the_eager_loop(capsys):
     run_example("cuda_graph_decode", ["--toy", "--device", "cuda", "--new-tokens", "140"])
@@ -66,9 +98,10 @@ def test_cuda_graph_decode_equals_the_eager_loop(capsys):
 
 
 @pytest.mark.gpu
-def test_quickstart_and_compiled_generate_on_the_gpu(tmp_path, capsys):
+def test_the_other_examples_on_the_gpu(tmp_path, capsys):
     run_example("quickstart", ["--toy", "--device", "cuda", "--new-tokens", "12", "--out", str(tmp_path)])
     run_example("compiled_generate", ["--toy", "--device", "cuda", "--new-tokens", "12"])
+    run_example("shared_prefix", ["--toy", "--device", "cuda", "--dtype", "float32", "--new-tokens", "12"])
     output = capsys.readouterr().out
     assert re.findall(r"\| *(?:total variation|output) \| +(\d+) \| +(\d+) \|", output) == [("88", "0"), ("88", "0")]
     assert "graphs compiled: 1\n" in output

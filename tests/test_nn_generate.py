@@ -224,9 +224,8 @@ def test_generate_under_inference_mode_and_then_without():
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"num_beams": 2}, NotImplementedError, "beam_search"),
-        ({"num_beams": 2, "do_sample": True}, NotImplementedError, "beam_sample"),
-        ({"prompt_lookup_num_tokens": 2}, NotImplementedError, "assisted_generation"),
+        ({"prompt_lookup_num_tokens": 17}, ValueError, "prompt_lookup_num_tokens must be at most the page size 16, got 17"),
+        ({"num_beams": 2, CACHE_ARGUMENT: 256}, ValueError, "has 1 rows, but generate\\(\\) needs 2"),
         ({"cache_implementation": "static"}, ValueError, "cache_implementation='static'"),
         ({CACHE_ARGUMENT: "dynamic"}, ValueError, "DynamicCache"),
         ({CACHE_ARGUMENT: 96}, ValueError, "holds 96 tokens a row, but this call may need 97"),
@@ -237,10 +236,10 @@ def test_refused_before_any_work(options, error, match):
     model, ids = converted(), prompt(90)
     value = options.get(CACHE_ARGUMENT)
     if value == "dynamic":
-        options = {CACHE_ARGUMENT: DynamicCache()}
+        options = {**options, CACHE_ARGUMENT: DynamicCache()}
     elif value is not None:
         sizes = value if isinstance(value, tuple) else (value,)
-        options = {CACHE_ARGUMENT: torch_witcert.CertifiedCache(model, *sizes)}
+        options = {**options, CACHE_ARGUMENT: torch_witcert.CertifiedCache(model, *sizes)}
     forwards = []
     model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
     with pytest.raises(error, match=match):

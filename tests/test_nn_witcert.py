@@ -117,7 +117,7 @@ def test_bytes_are_those_that_torch_allocated(name, page_size):
     small, large = (torch_witcert.CertifiedCache(model, pages * page_size, 3) for pages in (2, 5))
     assert large.nbytes() - small.nbytes() == 3 * 3 * page_size * small.bytes_per_token()
     pages = sum(getattr(layer.store, part).untyped_storage().nbytes() for layer in small.layers for part in POOL_PARTS)
-    table = small.state.page_table.untyped_storage().nbytes()
+    table = small.layers[0].group.page_table.untyped_storage().nbytes()
     assert pages + table == 2 * 3 * page_size * small.bytes_per_token()
     assert torch_witcert.CertifiedCache.capacity(model, large.nbytes(), 3) == large.capacity_per_row
     assert torch_witcert.CertifiedCache.capacity(model, large.nbytes() - 1, 3) == large.capacity_per_row - page_size
@@ -197,7 +197,7 @@ def test_seeds_of_rows():
     assert torch_witcert.CertifiedCache(model, 32, 3).state.seeds.tolist() == [11] * 3
     assert torch_witcert.CertifiedCache(model, 32, 3, seeds=SEEDS - 1).state.seeds.tolist() == [SEEDS - 1] * 3
     cache = filled(model, 40, rows=2, seeds=[5, 2**31])
-    keys = cache.layers[0].store.page_keys[cache.state.page_table.long()][:, :2, 0]
+    keys = cache.layers[0].store.page_keys[cache.layers[0].group.page_table.long()][:, :2, 0]
     assert keys.tolist() == [[int(page_key(torch.tensor(seed), page)) for page in (0, 1)] for seed in (5, 2**31)]
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from .ops.dither import SEEDS
 from .ops.formats import KEY_ELEMENTS, KEY_SCALINGS, VALUE_ELEMENTS, KeyFormat, StoreFormat, ValueFormat
@@ -30,7 +31,8 @@ FOREIGN_CACHE = ("refuse", "dense")
 VERSIONS = (1,)
 #: Subtractive dither of :class:`WitCertConfig`.
 DITHERS = ("stream", "tile")
-#: Rounding alone costs a read that is made of codes only this much total variation: no such read passes a smaller tau.
+#: Least tau. Before int8 and fp8 values are multiplied the weights are rounded, which costs a read that is made of codes only more
+#: total variation than this, so that none would pass a smaller tau. Int4 and exact values cost less; their range is the same.
 TAU_FLOOR = 2.0**-9
 
 
@@ -66,8 +68,8 @@ class PolicyLimits:
     def __post_init__(self) -> None:
         if not _is_number(self.tau) or not TAU_FLOOR <= self.tau <= 1:
             raise ValueError(
-                f"tau must be a number in [{TAU_FLOOR:.6g}, 1] (the lower end is the arithmetic floor: rounding alone moves a "
-                f"read that far), got {self.tau!r}"
+                f"tau must be a number in [{TAU_FLOOR:.6g}, 1], got {self.tau!r} (the lower end is what rounding alone costs a "
+                "read of int8 or fp8 values; it is the same for all recipes)"
             )
         if self.output_limit is None:
             return
@@ -246,6 +248,51 @@ class WitCertConfig(Recipe):
         return RiskBudget(self.delta_req, self.horizon) if radii.probabilistic else None
 
 
+RECIPES: dict[str, type[Recipe]] = {recipe.__name__: recipe for recipe in (CertifiedInt8Config, WitCertConfig)}
+
+
+def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Every field of a recipe in JSON's types, tuples as lists, and the name of its class under "recipe".
+
+    Raises:
+        TypeError: not a recipe.
+        ValueError: a class of recipe that :func:`recipe_from_dict` does not know.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be a recipe like CertifiedInt8Config(), got {type(recipe).__name__}")
+    name = type(recipe).__name__
+    if RECIPES.get(name) is not type(recipe):
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name}")
+    return {"recipe": name} | {field: _lists(value) for field, value in asdict(recipe).items()}
+
+
+def recipe_from_dict(d: dict[str, Any]) -> Recipe:
+    """The recipe that :func:`recipe_to_dict` was given; a field that is left out has its default.
+
+    Raises:
+        TypeError: `d` is no dict.
+        ValueError: naming an unknown class or field, or a value that the recipe refuses.
+        NotImplementedError: fields that are not supported together.
+    """
+    if not isinstance(d, dict):
+        raise TypeError(f'd must be a dict like {{"recipe": "CertifiedInt8Config"}}, got {type(d).__name__}')
+    if d.get("recipe") not in tuple(RECIPES):
+        raise ValueError(f"recipe must be the name of one of {', '.join(RECIPES)}, got {d.get('recipe')!r}")
+    recipe = RECIPES[d["recipe"]]
+    values = {name: value for name, value in d.items() if name != "recipe"}
+    names = [field.name for field in fields(recipe)]
+    if unknown := sorted(str(name) for name in values.keys() - set(names)):
+        raise ValueError(
+            f"{recipe.__name__} has no field {', '.join(map(repr, unknown))}; its fields are {', '.join(names)}"
+        )
+    return recipe(**values)
+
+
+def _lists(value: Any) -> Any:
+    """`value` with lists in the place of tuples."""
+    return [_lists(item) for item in value] if isinstance(value, tuple | list) else value
+
+
 def check_seed(name: str, value: object) -> None:
     """Raise ValueError where `value` is no seed of a request."""
     if not _is_int(value) or not 0 <= value < SEEDS:
@@ -285,5 +332,5 @@ def _certify_module(module, config: Recipe):
 
 ALLOWED_AO_MODULES.add(__name__)
 if register_quantize_module_handler is not None:
-    for _recipe in (CertifiedInt8Config, WitCertConfig):
+    for _recipe in RECIPES.values():
         register_quantize_module_handler(_recipe)(_certify_module)

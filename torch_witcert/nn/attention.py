@@ -17,7 +17,7 @@ from ..config import Recipe
 from .cache import CertifiedCache
 from .compatibility import CACHE_ARGUMENT
 from .exact import Scores, eager_attention
-from .layers import FreshTokens
+from .layers import FreshTokens, Identity
 from .masks import new_column_validity, validity_of
 
 #: Name of the attention implementation, in `config._attn_implementation`.
@@ -43,7 +43,7 @@ class CertifiedAttention(nn.Module):
     certified_config: Recipe
     original: nn.Module
     original_implementation: str | None
-    identity: object
+    identity: Identity
     cacheless_forwards: int
     config: PreTrainedConfig
     layer_idx: int
@@ -62,7 +62,7 @@ class CertifiedAttention(nn.Module):
             certified_config=config,
             original=original,
             original_implementation=None if implementation == IMPLEMENTATION else implementation,
-            identity=_Identity(),
+            identity=Identity(),
             cacheless_forwards=0,
         )
         return module
@@ -72,6 +72,11 @@ class CertifiedAttention(nn.Module):
         ours = ("certified_config", "original", "original_implementation", "identity", "cacheless_forwards")
         self.original.__dict__.update({name: value for name, value in self.__dict__.items() if name not in ours})
         return self.original
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        if self.identity.is_copy:
+            self.identity.renew()
 
     def forward(
         self,
@@ -110,10 +115,6 @@ class CertifiedAttention(nn.Module):
                 f'{type(self.certified_config).__name__}(foreign_cache="dense")'
             )
         return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
-
-
-class _Identity:
-    """Equal only to itself; a copy of a module gets a new one."""
 
 
 def certified_attention_forward(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import operator
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,14 +12,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..config import CertifiedInt8Config, Recipe, check_seed
-from ..ops.storage import StoreShape
+from ..config import Recipe
 from ..policy.outliers import outlier_indices_of
-from .dense import DenseLayer
-from .layers import LATER, CertifiedLayer, RaggedLayer
-from .outliers import check_outlier_indices
-from .step import CacheState
-from .supported import attention_modules
+from .build import build_layers, check_positive, converted_modules, modules_of, named_tensors_of, nbytes_of
+from .compatibility import CROP_KEEPS
+from .export import load_cache, model_fingerprint, save_cache
+from .layers import CertifiedLayer, RaggedLayer
 
 
 class CertifiedCache(Cache):
@@ -31,6 +32,9 @@ class CertifiedCache(Cache):
         batch_size: rows B.
         seeds: of each row's dither, an int for all rows or a sequence of B, in [0, 2^32); the recipe's where left out. The codes
             of a row depend on its tokens, its seed and the outlier channels, never on its place in a batch.
+        num_pages: pages of the pool of layers without a sliding window, all rows together; as many as the rows can ever hold where
+            left out. Fewer are enough for rows that share a prefix (see :meth:`fork`), or that do not all get long; a row
+            that finds none left is refused as a full one is.
 
     Raises:
         ValueError: the model is not converted, a size is not a positive int, or seeds are given to a recipe without dither.
@@ -46,16 +50,24 @@ class CertifiedCache(Cache):
         batch_size: int = 1,
         *,
         seeds: int | Sequence[int] | None = None,
+        num_pages: int | None = None,
     ) -> None:
-        _check_positive("max_length", max_length)
-        modules, config = _converted_modules(model)
+        check_positive("max_length", max_length)
+        modules, config = converted_modules(model)
         pages = -(-max_length // config.page_size)
         # Under inference_mode the tensors could not be updated outside it later.
         with torch.inference_mode(False):
-            layers, state = build_layers(modules, config, pages, batch_size, model.dtype, model.device, seeds)
+            layers, state = build_layers(
+                modules, config, pages, batch_size, model.dtype, model.device, seeds, num_pages
+            )
         super().__init__(layers=layers)
         self.state = state
         self.config = config
+        self.fingerprint = model_fingerprint(model)
+        self._mark_static()
+
+    def _mark_static(self) -> None:
+        """Tell graphs that these addresses stay."""
         if not torch.compiler.is_compiling():
             for tensor in self.tensors():
                 torch._dynamo.mark_static_address(tensor)
@@ -86,23 +98,28 @@ class CertifiedCache(Cache):
         """Model indices of the certified layers: dimension L of the certificates."""
         return self.state.counters.layers
 
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the cache, by names like "lengths", "groups.0.page_table" and "layers.3.k_codes"."""
+        return named_tensors_of(self.layers, self.state)
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Every tensor of the cache."""
-        return _tensors(self.layers, self.state)
+        return tuple(self.named_tensors().values())
 
     def nbytes(self) -> int:
         """Bytes that torch allocated for the cache: pages, tails, tables, counters and certificates."""
-        return _nbytes(self.tensors())
+        return nbytes_of(self.layers, self.state)
 
     def bytes_per_token(self) -> float:
-        """Bytes that one more token of one row costs, all layers: a page and its table entry over the page size.
+        """Bytes that one more token of one row costs, all layers: a page and its table entries over the page size.
 
-        The exact tail, counters and certificates do not grow with `max_length` and are not part of it.
+        The exact tail, the pages of sliding windows, counters and certificates do not grow with `max_length` and are not part
+        of it.
         """
-        page = self.state.page_table.element_size()
+        page = sum(group.page_table.element_size() for group in self.state.groups.values())
         for layer in self.layers:
             if isinstance(layer, CertifiedLayer):
-                page += layer.shape.page_nbytes()
+                page += 0 if layer.group.kept < self.state.pages_per_row else layer.shape.page_nbytes()
             else:
                 heads, size, dim = layer.shape.num_kv_heads, layer.shape.page_size, layer.shape.head_dim
                 page += 2 * heads * size * dim * layer.shape.dtype.itemsize
@@ -121,15 +138,23 @@ class CertifiedCache(Cache):
         Raises:
             ValueError: a size is not a positive int, or `config` is not the recipe of the converted model.
         """
-        _check_positive("nbytes", nbytes)
-        modules, config = _modules(model, config)
+        check_positive("nbytes", nbytes)
+        modules, config = modules_of(model, config)
 
         def size(pages: int) -> int:
             layout = build_layers(modules, config, pages, batch_size, model.dtype, torch.device("meta"))
-            return _nbytes(_tensors(*layout))
+            return nbytes_of(*layout)
 
-        one, page = size(1), size(2) - size(1)
-        return max(0, (nbytes - one) // page + 1) * config.page_size
+        # Sliding windows stop growing, so the size is no line.
+        if size(1) > nbytes:
+            return 0
+        low, high = 1, 2
+        while size(high) <= nbytes:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if size(middle) <= nbytes else (low, middle)
+        return low * config.page_size
 
     def check_made_for(self, module: Any) -> None:
         """Refuse an attention module that this cache has no layer for.
@@ -138,12 +163,38 @@ class CertifiedCache(Cache):
             ValueError: the cache was made for another model, or before this one was converted as it is now.
         """
         index = module.layer_idx
-        if index < len(self.layers) and self.layers[index].identity is module.identity:
+        made_for = self.layers[index].identity if index < len(self.layers) else None
+        if made_for is not None and made_for.value == module.identity.value:
             return
         raise ValueError(
             "the CertifiedCache was made for another model, or for this one before it was converted: make one with "
             "torch_witcert.CertifiedCache(model, max_length, batch_size)"
         )
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write everything that the cache holds to a safetensors file, for :meth:`load`; an older file is replaced as a whole.
+
+        A forward that is under way or has failed is not part of it. The model's weights are not in the file.
+
+        Raises:
+            RuntimeError: a forward that failed half-way may have overwritten tokens that are still needed.
+        """
+        save_cache(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, model: PreTrainedModel) -> CertifiedCache:
+        """The cache that was saved, bit for bit, made for `model` and on its device; it goes on as the saved one would.
+
+        Args:
+            path: file of :meth:`save`.
+            model: converted with the same recipe. Whether its config is the same is checked, not its weights: a file that other
+                weights have filled gives certified answers about the wrong keys and values, and only you can know.
+
+        Raises:
+            ValueError: the file is damaged, is of another format version, recipe, model or dtype, or holds numbers that would lead
+                reads astray; naming what differs.
+        """
+        return load_cache(cls, path, model)
 
     def outlier_indices(self) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
         """Outlier pairs in use, [certified layer][KV head][m], to put into a recipe's `outlier_indices`; None for m = 0.
@@ -158,132 +209,194 @@ class CertifiedCache(Cache):
     def reset(self) -> None:
         """Forget every token, in place and without moving a tensor; a new request with a new risk budget begins.
 
-        The counters go on; seeds and outlier channels stay.
+        The counters and the outlier channels stay; each row has its own seed again, whatever rows were copied.
         """
         self.state.reset()
         super().reset()
 
+    def pages_in_use(self) -> int:
+        """Pages that rows hold, shared ones once, all groups of layers. Synchronizes."""
+        state = self.state
+        return sum(int((group.reference_counts(state.lengths) > 0).sum()) for group in state.groups.values())
+
+    @torch.no_grad()
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row b becomes a copy of row beam_idx[b], in place: complete pages are shared, exact tails copied, codes not touched.
+
+        Args:
+            beam_idx: int [B].
+
+        Raises:
+            ValueError: another number of rows, or a row that does not exist.
+        """
+        index = self._rows("beam_idx", beam_idx)
+        if len(index) != self.batch_size:
+            raise ValueError(f"beam_idx must have {self.batch_size} entries, one for each row, got {len(index)}")
+        self.state.settle()
+        self.state.take_rows(index)
+        for layer in self.layers:
+            layer.take_rows(index)
+
+    def fork(self, source: int, targets: Sequence[int]) -> None:
+        """Rows `targets` forget what they hold and go on from where row `source` stands, in place.
+
+        Complete pages are shared until the last row that holds them goes; the exact tail is copied. The forks are requests of
+        their own with a fresh risk budget; they keep the source's seed, so that their codes are those of a run without a fork.
+
+        Args:
+            source: row, not among the targets.
+            targets: distinct rows.
+
+        Raises:
+            ValueError: a row that does not exist, or is named twice.
+        """
+        rows = self._rows("targets", targets).tolist()
+        self._rows("source", [source])
+        if len({source, *rows}) != len(rows) + 1:
+            raise ValueError(f"source and targets must be distinct rows, got {source} and {rows}")
+        index = torch.arange(self.batch_size, device=self.lengths.device)
+        index[rows] = source
+        self.reorder_cache(index)
+        if self.state.budget:
+            self.state.spent[rows] = 0
+
+    @torch.no_grad()
+    def release(self, rows: Sequence[int]) -> None:
+        """Forget the tokens of some rows, in place, and their requests' budgets; pages that no other row shares are free.
+
+        The rows get their own seeds back. Columns are those of the whole batch and stay counted until no row holds a token.
+        Synchronizes.
+
+        Raises:
+            ValueError: a row that does not exist.
+        """
+        index = self._rows("rows", rows)
+        state = self.state
+        state.settle()
+        state.set_lengths(state.lengths.index_fill(0, index, 0))
+        self._forget_beyond()
+        if state.budget:
+            state.spent[index] = 0
+        if state.seeds.numel():
+            state.seeds[index] = state.own_seeds[index]
+        if state.empty:
+            state.column_count.zero_()
+
+    @torch.no_grad()
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Take the last tokens of every row back, in place, as if they had never been there. Synchronizes.
+
+        What is left is bit-equal to never having gone on, dither included, as long as the exact tail reaches back so far: at least
+        one page, at most two. The request's budget stays spent.
+
+        Args:
+            tokens_to_remove: 0, or minus the number of tokens to remove; an int, or an int tensor of one element. Before
+                transformers 5.24 a positive number is the length to keep, as it is there.
+
+        Raises:
+            ValueError: more tokens than a row has or than its exact tail can give back, naming the lengths allowed; or a
+                positive number. Nothing is changed then.
+            TypeError: not an int.
+        """
+        try:
+            # transformers computes it from `get_seq_length()`, a tensor.
+            tokens_to_remove = operator.index(tokens_to_remove)
+        except TypeError:
+            raise TypeError(f"tokens_to_remove must be an int, got {tokens_to_remove!r}") from None
+        state = self.state
+        if tokens_to_remove > 0:
+            if not CROP_KEEPS:
+                raise ValueError(
+                    f"tokens_to_remove must be 0 or negative (minus the number of tokens to remove), got {tokens_to_remove}"
+                )
+            tokens_to_remove = min(0, tokens_to_remove - int(state.column_count))
+        if tokens_to_remove == 0:
+            return
+        state.settle()
+        # A row without tokens has none to give back.
+        lengths = torch.where(state.lengths > 0, state.lengths + tokens_to_remove, 0)
+        oldest = state.exact_from()
+        possible = (lengths == 0) | ((lengths > 0) & (lengths >= oldest))
+        if not bool(possible.all()):
+            row = int(possible.int().argmin())
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove} would leave row {row} with {int(lengths[row])} of its "
+                f"{int(state.lengths[row])} tokens; it can be cropped to 0, or to a length from {int(oldest[row])} on, where its exact "
+                "tail begins. Nothing was changed"
+            )
+        if tokens_to_remove < -int(state.column_count):
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove} is more than the {int(state.column_count)} columns that the cache has seen. "
+                "Nothing was changed"
+            )
+        state.set_lengths(lengths)
+        self._forget_beyond()
+        state.column_count.add_(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, in place of the cache but in new tensors: graphs that were captured with it end here."""
+        check_positive("repeats", repeats)
+        index = torch.arange(self.batch_size, device=self.lengths.device)
+        self.batch_select_indices(index.repeat_interleave(repeats))
+
+    @torch.no_grad()
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """The cache of the rows `indices`, which may repeat, in new tensors: graphs that were captured with it end here.
+
+        Args:
+            indices: int [B'], or bool [B].
+
+        Raises:
+            ValueError: no row, or a row that does not exist.
+        """
+        index = self._rows("indices", indices)
+        self.state.settle()
+        with torch.inference_mode(False):
+            moved = self.state.resize(index)
+            for layer in self.layers:
+                layer.resize(index, moved)
+        self._mark_static()
+
+    def early_initialization(self, batch_size: int, num_heads, head_dim, dtype: torch.dtype, device) -> None:
+        """Every tensor is allocated by the constructor; only the sizes are compared.
+
+        Raises:
+            ValueError: they are not those that the cache was made for.
+        """
+        if (batch_size, dtype) != (self.batch_size, self.dtype):
+            raise ValueError(
+                f"the CertifiedCache was made for batch_size {self.batch_size} and {self.dtype}, got {batch_size} and {dtype}"
+            )
+
+    def _forget_beyond(self) -> None:
+        for layer in self.layers:
+            layer.forget_beyond(self.lengths)
+
+    def _rows(self, name: str, rows: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """Row indices, int64 on the cache's device."""
+        index = torch.as_tensor(rows, device=self.lengths.device)
+        if index.dtype == torch.bool and tuple(index.shape) == (self.batch_size,):
+            index = index.nonzero()[:, 0]
+        if index.ndim != 1 or index.numel() == 0 or index.is_floating_point() or index.dtype == torch.bool:
+            raise ValueError(f"{name} must be row indices, a one-dimensional list of ints, got {rows!r}")
+        if int(index.min()) < 0 or int(index.max()) >= self.batch_size:
+            raise ValueError(f"{name} must be rows from 0 to {self.batch_size - 1}, got {index.tolist()}")
+        return index.to(torch.int64)
+
     def __deepcopy__(self, memo: dict) -> CertifiedCache:
-        raise NotImplementedError(f"copying a CertifiedCache {LATER}")
+        """A cache of its own for the same model; a forward that is under way in this one is not part of it."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        with torch.inference_mode(False), torch.no_grad():
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._mark_static()
+        return copied
 
-
-def build_layers(
-    modules: list[Any],
-    config: Recipe,
-    pages_per_row: int,
-    batch_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    seeds: int | Sequence[int] | None = None,
-) -> tuple[list[RaggedLayer], CacheState]:
-    """Layers of a cache and what they share; on the "meta" device to learn their sizes.
-
-    Args:
-        modules: the model's attention modules in layer order. A certified one, or one that will be converted, gets a
-            :class:`CertifiedLayer`, a plain one beside certified ones a :class:`DenseLayer`.
-        seeds: as in :class:`CertifiedCache`.
-    """
-    _check_positive("batch_size", batch_size)
-    certified = _certified_indices(modules)
-    shapes = [
-        StoreShape(
-            batch_size=batch_size,
-            pages_per_row=pages_per_row,
-            num_kv_heads=module.config.num_key_value_heads,
-            page_size=config.page_size,
-            head_dim=module.head_dim,
-            dtype=dtype,
-            store_format=config.store_format,
-        )
-        for module in modules
-    ]
-    geometries = {(modules[i].config.num_attention_heads, shapes[i].num_kv_heads) for i in certified}
-    if len(geometries) > 1:
-        raise NotImplementedError(f"certified layers must have the same numbers of heads, got {sorted(geometries)}")
-    ((heads, kv_heads),) = geometries
-    state = CacheState(
-        batch_size=batch_size,
-        pages_per_row=pages_per_row,
-        page_size=config.page_size,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        certified_layers=certified,
-        num_layers=len(modules),
-        config=config,
-        seeds=_row_seeds(seeds, config, batch_size),
-        device=device,
-    )
-    check_outlier_indices(config, [modules[index] for index in certified])
-    layers: list[RaggedLayer] = []
-    for index, (module, shape) in enumerate(zip(modules, shapes, strict=True)):
-        arguments = (index, shape, state, getattr(module, "identity", None), device)
-        if index not in certified:
-            layers.append(DenseLayer(*arguments))
-            continue
-        indices = config.outlier_indices and config.outlier_indices[certified.index(index)]
-        layers.append(CertifiedLayer(*arguments, config.radii, indices))
-    return layers, state
-
-
-def _row_seeds(seeds: int | Sequence[int] | None, config: Recipe, batch_size: int) -> tuple[int, ...] | None:
-    """Seed of each row, or None where nothing is dithered."""
-    if not config.store_format.is_dithered:
-        if seeds is not None:
-            raise ValueError(f"seeds are of a recipe with dither, like WitCertConfig; {type(config).__name__} has none")
-        return None
-    if seeds is None:
-        seeds = config.seed
-    rows = (seeds,) * batch_size if isinstance(seeds, int) else tuple(seeds)
-    if len(rows) != batch_size:
-        raise ValueError(f"seeds must be an int or {batch_size} of them, one for each row, got {len(rows)}")
-    for seed in rows:
-        check_seed("seeds", seed)
-    return rows
-
-
-def _certified_indices(modules: list[Any]) -> tuple[int, ...]:
-    """Layers that are certified; all of them where the model is not converted yet."""
-    certified = tuple(index for index, module in enumerate(modules) if hasattr(module, "certified_config"))
-    return certified or tuple(range(len(modules)))
-
-
-def _converted_modules(model: PreTrainedModel) -> tuple[list[Any], Recipe]:
-    modules, config = _modules(model, None)
-    if not any(hasattr(module, "certified_config") for module in modules):
-        raise ValueError(f"model ({type(model).__name__}) is not converted: call torch_witcert.convert(model) first")
-    return modules, config
-
-
-def _modules(model: PreTrainedModel, config: Recipe | None) -> tuple[list[Any], Recipe]:
-    """Attention modules in layer order, and the recipe they have, or else are to get."""
-    if config is not None and not isinstance(config, Recipe):
-        raise TypeError(f"config must be a recipe like CertifiedInt8Config(), or None, got {type(config).__name__}")
-    modules = [module for _, module in attention_modules(model)]
-    recipes = {module.certified_config for module in modules if hasattr(module, "certified_config")}
-    if len(recipes) > 1:
-        raise NotImplementedError(f"a cache needs one recipe for all certified layers, got {recipes}")
-    if not modules or [module.layer_idx for module in modules] != list(range(len(modules))):
-        raise ValueError(f"model ({type(model).__name__}) has no supported attention layers numbered from 0")
-    devices = {parameter.device for module in modules for parameter in module.parameters()}
-    if len(devices) > 1:
-        raise NotImplementedError(f"attention layers must be on one device, got {sorted(map(str, devices))}")
-    recipe = next(iter(recipes), None)
-    if recipe is not None and config not in (None, recipe):
-        raise ValueError(
-            f"config must be the recipe that the model was converted with, {recipe}, or None, got {config}"
-        )
-    return modules, recipe or config or CertifiedInt8Config()
-
-
-def _tensors(layers: list[RaggedLayer], state: CacheState) -> tuple[torch.Tensor, ...]:
-    return (*state.tensors(), *(tensor for layer in layers for tensor in layer.tensors()))
-
-
-def _nbytes(tensors: tuple[torch.Tensor, ...]) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        found = repr(value) if isinstance(value, int | float | str) else type(value).__name__
-        raise ValueError(f"{name} must be a positive int, got {found}")
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        if any(tensor.is_inference() for tensor in self.tensors()):
+            # Unpickled under inference_mode; outside it the tensors could not be updated.
+            memo = {id(layer.identity): layer.identity for layer in self.layers}
+            with torch.inference_mode(False), torch.no_grad():
+                self.__dict__.update(copy.deepcopy(state, memo))
+        self._mark_static()

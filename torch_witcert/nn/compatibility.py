@@ -17,6 +17,8 @@ TESTED_PAIRS = (((2, 11), (5, 17)), ((2, 13), (5, 24)))
 
 #: Name of the cache argument of models and attention modules: "cache" from 5.24 on, before that "past_key_values".
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaAttention.forward).parameters else "past_key_values"
+#: Before 5.24 a positive argument of `Cache.crop` is the length to keep; from then on it is refused.
+CROP_KEEPS = CACHE_ARGUMENT != "cache"
 
 _warned = False
 

@@ -15,7 +15,8 @@ from .compatibility import check_versions
 from .families import CERTIFIED_CLASSES
 from .generation import CachePreparation
 from .outliers import check_outlier_indices
-from .supported import MODEL_TYPES, attention_modules
+from .record import RECORD, read_record, remove_record, write_record
+from .supported import MODEL_TYPES, attention_modules, check_every_layer, check_pretrained
 
 #: Attribute of a converted model: why attention modules were left dense, by name.
 LEFT_DENSE = "_torch_witcert_left_dense"
@@ -33,23 +34,28 @@ def convert(
     Weights, names and `state_dict` stay as they are. `model.generate()` then makes a
     :class:`~torch_witcert.CertifiedCache` by itself; forwards of your own take one as their cache argument.
 
+    `model.config.torch_witcert` records the recipe and the converted layers. `save_pretrained` writes it beside the weights, which
+    load as a plain model; `convert(model)` on the model that `from_pretrained` gives then converts the same layers again.
+
     Args:
         model: Llama, Qwen2, Qwen3, Mistral, Phi3, Gemma2 or GptOss from transformers, in bfloat16, float16 or float32, on one device.
-        config: recipe, a `CertifiedInt8Config` or a `WitCertConfig`; `CertifiedInt8Config()` where left out.
-        filter_fn: `filter_fn(module, name)` says which attention modules to convert; all where left out.
-        strict: refuse if any attention module is left out. With False such modules read an exact cache, which
-            `report(model)` shows as dense.
+        config: recipe, a `CertifiedInt8Config` or a `WitCertConfig`. Where left out, the one that `model.config` records, else
+            `CertifiedInt8Config()`.
+        filter_fn: `filter_fn(module, name)` says which attention modules to convert. Where left out, all; or, where `config` is left
+            out as well, those that `model.config` records.
+        strict: refuse if any attention module is left out that the record does not leave out too. With False such modules read an
+            exact cache, which `report(model)` shows as dense.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: naming what is not supported; the model is then as it was.
+        ValueError: naming what is not supported, or what in the record is wrong; the model is then as it was.
+        NotImplementedError: a layer has no attention module of a supported class, `strict` or not.
         TypeError: `config` is not a recipe, or `model` no model of transformers.
     """
     check_versions()
-    config = CertifiedInt8Config() if config is None else config
-    if not isinstance(config, Recipe):
+    if config is not None and not isinstance(config, Recipe):
         found = f"the class {config.__name__}: call it" if isinstance(config, type) else type(config).__name__
         raise TypeError(f"config must be a recipe like CertifiedInt8Config(), got {found}")
     if filter_fn is not None and not callable(filter_fn):
@@ -57,10 +63,17 @@ def convert(
     if not isinstance(strict, bool):
         raise TypeError(f"strict must be True or False, got {strict!r}")
     _check_model(model)
-    chosen, left_dense = [], {}
+    check_every_layer(model)
+    record = read_record(model.config) if config is None else None
+    config = config or (record.recipe if record else CertifiedInt8Config())
+    layers = record.layers if record and filter_fn is None else None
+    chosen, left_dense, recorded_dense = [], {}, {}
     for name, module in attention_modules(model):
-        reason = "left out by filter_fn" if filter_fn and not filter_fn(module, name) else _why_not(module, config)
-        if reason:
+        if layers is not None and module.layer_idx not in layers:
+            recorded_dense[name] = f"left out by model.config.{RECORD}"
+        elif filter_fn is not None and not filter_fn(module, name):
+            left_dense[name] = "left out by filter_fn"
+        elif reason := _why_not(module, config):
             left_dense[name] = reason
         else:
             chosen.append(name)
@@ -73,41 +86,55 @@ def convert(
             f"strict=True refuses to leave attention modules dense: {_by_reason(left_dense)}. Pass strict=False to allow it"
         )
     check_outlier_indices(config, [model.get_submodule(name) for name in chosen])
-    replaced = [(name, certify_module(model.get_submodule(name), config, adopt=False)) for name in chosen]
+    replaced = [(name, _replacement(model.get_submodule(name), config)) for name in chosen]
+    write_record(model.config, config, [module.layer_idx for _, module in replaced])
     for name, module in replaced:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
-    _adopt(model.config)
-    setattr(model, LEFT_DENSE, left_dense)
+    model.config._attn_implementation = IMPLEMENTATION
+    setattr(model, LEFT_DENSE, recorded_dense | left_dense)
     model._prepare_cache_for_generation = CachePreparation(model, config)
     return model
 
 
-def certify_module(module: nn.Module, config: Recipe, adopt: bool = True) -> CertifiedAttention:
+def certify_module(module: nn.Module, config: Recipe) -> CertifiedAttention:
     """Certified module that shares everything with `module`; what `torchao.quantization.quantize_` calls.
+
+    The config of the module, which a whole model shares, then names our attention implementation, and records the layer.
 
     Args:
         module: an attention module of a supported family.
         config: recipe.
-        adopt: also name our attention implementation in the module's config, which a whole model shares.
 
     Raises:
         ValueError: the module cannot be converted, with the reason.
+        NotImplementedError: another module of the model has another recipe.
     """
+    check_versions()
     if reason := _why_not(module, config):
         raise ValueError(
             f"module {type(module).__name__} cannot be converted: {reason}. With torchao's quantize_ pass a filter_fn that chooses "
             "attention modules, or use torch_witcert.convert(model)"
         )
-    certified = CERTIFIED_CLASSES[type(module)].replacing(module, config)
-    if adopt:
-        check_versions()
-        _adopt(module.config)
+    # Of an earlier module; a record from a checkpoint, whose model is not converted yet, is replaced.
+    record = read_record(module.config) if module.config._attn_implementation == IMPLEMENTATION else None
+    if record and record.recipe != config:
+        raise NotImplementedError(
+            f"layer {module.layer_idx} cannot be converted with {config}: a model has one recipe for all certified layers, and "
+            f"layers {list(record.layers)} have {record.recipe}"
+        )
+    certified = _replacement(module, config)
+    write_record(module.config, config, [*(record.layers if record else ()), module.layer_idx])
+    module.config._attn_implementation = IMPLEMENTATION
     return certified
 
 
+def _replacement(module: nn.Module, config: Recipe) -> CertifiedAttention:
+    return CERTIFIED_CLASSES[type(module)].replacing(module, config)
+
+
 def restore(model: nn.Module) -> nn.Module:
-    """Put the very same original modules back and remove every trace of the conversion.
+    """Put the very same original modules back and remove every trace of the conversion, its record in the config included.
 
     Raises:
         ValueError: the model is not converted.
@@ -119,6 +146,7 @@ def restore(model: nn.Module) -> nn.Module:
     for name, module in certified:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module.release())
+        remove_record(module.config)
         if module.original_implementation is not None:
             module.config._attn_implementation = module.original_implementation
     # A compiled call was made while the model was converted, because convert() refuses compiled models.
@@ -138,17 +166,12 @@ def _by_reason(left_dense: dict[str, str]) -> str:
     )
 
 
-def _adopt(config) -> None:
-    config._attn_implementation = IMPLEMENTATION
-
-
 def _check_model(model: PreTrainedModel) -> None:
     if isinstance(model, nn.Module) and any(isinstance(part, OptimizedModule) for part in model.modules()):
         raise ValueError(
             "model is already compiled by torch.compile: call convert() on the model first, then compile it"
         )
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    check_pretrained(model)
     if getattr(model.config, "model_type", None) not in MODEL_TYPES:
         raise ValueError(
             f"model type {getattr(model.config, 'model_type', None)!r} ({type(model).__name__}) is not supported; supported: "

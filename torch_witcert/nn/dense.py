@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..ops.storage import StoreShape
 from .exact import Scores, masked_attention, prefill_attention, query_blocks
-from .layers import RaggedLayer
+from .layers import Identity, RaggedLayer
+from .pages import MovedPages
 from .step import CacheState
 
 
 class DenseLayer(RaggedLayer):
     """Keys and values in the model's dtype, [B, Hkv, capacity, D], at the same ragged positions as in certified layers."""
 
-    def __init__(
-        self, index: int, shape: StoreShape, state: CacheState, identity: object | None, device: torch.device
-    ) -> None:
-        super().__init__(index, shape, state, identity, device)
+    def __init__(self, index: int, shape: StoreShape, state: CacheState, identity: Identity | None) -> None:
+        super().__init__(index, shape, state, identity)
         # One slot more than the capacity: columns that are not stored are written there, and it is never read.
         size = (shape.batch_size, shape.num_kv_heads, state.capacity + 1, shape.head_dim)
-        self.dense_keys = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.dense_values = torch.zeros(size, dtype=shape.dtype, device=device)
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.dense_keys, self.dense_values
+        self.dense_keys = torch.zeros(size, dtype=shape.dtype, device=self.device)
+        self.dense_values = torch.zeros(size, dtype=shape.dtype, device=self.device)
 
     def reset(self) -> None:
         """Clear the tokens: a masked slot that still held a NaN would spoil the sum of values."""
         self.dense_keys.zero_()
         self.dense_values.zero_()
+
+    def forget_beyond(self, lengths: torch.Tensor) -> None:
+        slot = torch.arange(self.dense_keys.shape[2], device=lengths.device)
+        unused = (slot >= lengths[:, None])[:, None, :, None]
+        for tensor in (self.dense_keys, self.dense_values):
+            tensor.masked_fill_(unused, 0)
+
+    def take_rows(self, index: torch.Tensor) -> None:
+        for tensor in (self.dense_keys, self.dense_values):
+            tensor.copy_(tensor[index])
+
+    def resize(self, index: torch.Tensor, moved: dict[int, MovedPages]) -> None:
+        self.shape = replace(self.shape, batch_size=len(index))
+        self.dense_keys, self.dense_values = self.dense_keys[index], self.dense_values[index]
 
     def attend(
         self,

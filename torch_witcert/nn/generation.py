@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..config import Recipe
 from .cache import CertifiedCache
 from .compatibility import CACHE_ARGUMENT
+from .supported import check_pretrained
 
-SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+SUPPORTED_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
+)
 
 
 class CachePreparation:
@@ -21,7 +29,8 @@ class CachePreparation:
 
     Without a cache of the user's it makes a :class:`CertifiedCache` for the batch and the longest sequence. The next call
     of the same shape resets and reuses it, counters included, so that compiled and captured graphs keep their addresses; a call with
-    `return_dict_in_generate=True` hands its cache out and therefore gets one of its own.
+    `return_dict_in_generate=True` hands its cache out and therefore gets one of its own, and so does a call that starts while
+    another one (of another thread, or a streamer's) runs.
 
     Args:
         model: the converted model.
@@ -33,10 +42,13 @@ class CachePreparation:
         self.config = config
         self.own: CertifiedCache | None = None
         self.last: weakref.ref[CertifiedCache] | None = None
+        # Of the call that has `own`. Each generate() makes a generation config for itself and keeps it until it ends.
+        self.running: weakref.ref[GenerationConfig] | None = None
+        self.lock = threading.Lock()
 
-    def __getstate__(self) -> dict:
+    def __reduce__(self) -> tuple:
         # A copy of a model starts without caches.
-        return {"model": self.model, "config": self.config, "own": None, "last": None}
+        return type(self), (self.model, self.config)
 
     def __call__(
         self, generation_config, model_kwargs: dict, generation_mode, batch_size: int, max_cache_length: int
@@ -44,8 +56,10 @@ class CachePreparation:
         """Same signature as the method it stands in for.
 
         Raises:
-            ValueError: `cache_implementation` is given, or the cache passed is foreign or, still empty, too small.
-            NotImplementedError: a generation mode that edits the cache (beam search, assisted generation).
+            ValueError: `cache_implementation` is given, drafts are longer than a page, or the cache passed is foreign or, still
+                empty, too small.
+            NotImplementedError: another generation mode than those of SUPPORTED_MODES, drafts on a cache that holds tokens, or the
+                model is an assistant.
         """
         prepare = type(self.model)._prepare_cache_for_generation
         passed = model_kwargs.get(CACHE_ARGUMENT)
@@ -62,39 +76,50 @@ class CachePreparation:
                 "cache is a torch_witcert.CertifiedCache: leave it out (model.generation_config.cache_implementation = None where the "
                 "checkpoint names one)"
             )
-        if generation_mode not in SUPPORTED_MODES or generation_config.is_assistant:
-            mode = (
-                "being the assistant of assisted generation"
-                if generation_config.is_assistant
-                else generation_mode.value
-            )
+        if generation_mode not in SUPPORTED_MODES:
             raise NotImplementedError(
-                f"{mode} is not supported with a CertifiedCache yet; supported: greedy search and sampling (num_beams=1, no "
-                "assistant), or any mode with use_cache=False"
+                f"{generation_mode.value} is not supported with a CertifiedCache; supported: "
+                f"{', '.join(mode.value for mode in SUPPORTED_MODES)}, or any mode with use_cache=False"
+            )
+        if generation_config.is_assistant:
+            raise NotImplementedError(
+                "being the assistant of assisted generation is not supported with a CertifiedCache: drafts are made by one generate() "
+                "after the other on a cache whose final length none of them knows; use an assistant that is not converted"
+            )
+        lookup = generation_config.prompt_lookup_num_tokens
+        if lookup is not None and lookup > self.config.page_size:
+            raise ValueError(
+                f"prompt_lookup_num_tokens must be at most the page size {self.config.page_size}, got {lookup}: the exact tail of a "
+                "CertifiedCache takes back that many drafted tokens for certain; convert with a larger page_size, or draft fewer"
             )
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         if passed is not None:
-            self._check_passed(passed, rows, max_cache_length, model_kwargs.get("attention_mask"))
+            self._check_passed(passed, rows, max_cache_length, model_kwargs.get("attention_mask"), generation_mode)
             prepare(self.model, *arguments)
             self.last = weakref.ref(passed)
             return
         max_cache_length = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
-        cache = self._cache_for(rows, max(1, max_cache_length), generation_config.return_dict_in_generate)
+        with self.lock:
+            cache = self._cache_for(rows, max(1, max_cache_length), generation_config)
+            self.last = weakref.ref(cache)
         model_kwargs[CACHE_ARGUMENT] = cache
-        self.last = weakref.ref(cache)
 
-    def _cache_for(self, rows: int, max_length: int, handed_out: bool) -> CertifiedCache:
-        if handed_out:
+    def _cache_for(self, rows: int, max_length: int, generation_config: GenerationConfig) -> CertifiedCache:
+        if generation_config.return_dict_in_generate:
             return CertifiedCache(self.model, max_length, rows)
-        if self.own is not None and _fits(self.own, self.model, max_length, rows):
+        busy = self.running is not None and self.running() is not None
+        if busy or self.own is None or not _fits(self.own, self.model, max_length, rows):
+            self.own = None  # freed before the next one is allocated, unless a running call still has it
+            self.own = CertifiedCache(self.model, max_length, rows)
+        else:
             self.own.reset()
             self.own.state.counters.reset()
-            return self.own
-        self.own = None  # freed before the next one is allocated
-        self.own = CertifiedCache(self.model, max_length, rows)
+        self.running = weakref.ref(generation_config)
         return self.own
 
-    def _check_passed(self, passed: Any, rows: int, max_cache_length: int, attention_mask: torch.Tensor | None) -> None:
+    def _check_passed(
+        self, passed: Any, rows: int, max_cache_length: int, attention_mask: torch.Tensor | None, mode: GenerationMode
+    ) -> None:
         if _is_foreign(passed):
             raise ValueError(
                 f"{CACHE_ARGUMENT} is a {type(passed).__name__}; a converted model generates with a torch_witcert.CertifiedCache"
@@ -103,6 +128,11 @@ class CachePreparation:
         if passed.batch_size != rows:
             raise ValueError(f"the CertifiedCache has {passed.batch_size} rows, but generate() needs {rows}")
         if not passed.state.empty:
+            if mode == GenerationMode.ASSISTED_GENERATION:
+                raise NotImplementedError(
+                    "assisted generation (drafts, prompt lookup) with a CertifiedCache that holds tokens is not supported: transformers "
+                    "would feed, and the cache store, the whole prompt once more. Generate without drafts, or reset() the cache"
+                )
             return  # the columns it holds may or may not be part of the prompt; a full row is refused when it happens
         padding = 0 if attention_mask is None else int((attention_mask == 0).sum(1).min())
         if max_cache_length - padding > passed.capacity_per_row:
@@ -116,13 +146,12 @@ def last_cache(model: PreTrainedModel) -> CertifiedCache:
     """The cache that the last `model.generate()` used, made by it or passed to it.
 
     The next `generate()` of the same shape resets and reuses the cache that it made; pass one of your own, or
-    `return_dict_in_generate=True`, to keep it.
+    `return_dict_in_generate=True`, to keep it. Of calls that run at the same time it is the one that started last.
 
     Raises:
         ValueError: the model is not converted by `convert`, has not generated yet, or the cache is gone.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    check_pretrained(model)
     preparation = model.__dict__.get("_prepare_cache_for_generation")
     if preparation is None:
         raise ValueError(

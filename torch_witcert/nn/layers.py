@@ -3,20 +3,61 @@ the attention function, which reads first and writes then."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
+from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..ops.splits import pages_per_split
-from ..ops.storage import StoreShape
-from ..policy.counters import summarize_prefill
+from ..ops.storage import POOL_PARTS, StoreShape
+from ..policy.counters import summarize_prefill, tensor_attributes
 from ..policy.outliers import choose_outlier_channels, outlier_channels_of
 from .exact import Scores, prefill_attention
 from .masks import may_synchronize
+from .pages import MovedPages, PageGroup
 from .step import CacheState, StepPlan
 
 LATER = "belongs to a later version of torch_witcert"
+
+
+class Identity:
+    """Tells a cache which certified module each of its layers was made for, by its value.
+
+    A copy of a module, by deepcopy or pickle, is another module and takes a value of its own. A copy of a cache keeps the values, and
+    so its model; where both are copied in one call the copies belong together, because the module gives its new value to
+    the copied identity that its layer holds as well.
+    """
+
+    _of_modules: ClassVar[WeakValueDictionary[str, Identity]] = WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Become the identity of a new module."""
+        self.value = uuid4().hex
+        self.is_copy = False
+        self._of_modules[self.value] = self
+
+    @classmethod
+    def copied(cls, value: str) -> Identity:
+        copy = cls.__new__(cls)
+        copy.value, copy.is_copy = value, True
+        return copy
+
+    def __reduce__(self) -> tuple:
+        of_module = self._of_modules.get(self.value, self)
+        if of_module is not self:
+            # Of a cache that was copied alone before: its layer and the module must hold one object for the copier.
+            return _itself, (of_module,)
+        return self.copied, (self.value,)
+
+
+def _itself(identity: Identity) -> Identity:
+    return identity
 
 
 @dataclass
@@ -44,29 +85,30 @@ class RaggedLayer(CacheLayerMixin):
         shape: geometry of the layer.
         state: shared by all layers of the cache.
         identity: of the certified attention module that this layer was made for; None for a dense layer.
-        device: of every tensor.
     """
 
     is_compileable = True
-    is_croppable = False
+    is_croppable = True
 
-    def __init__(
-        self, index: int, shape: StoreShape, state: CacheState, identity: object | None, device: torch.device
-    ) -> None:
+    def __init__(self, index: int, shape: StoreShape, state: CacheState, identity: Identity | None) -> None:
         super().__init__()
         self.index = index
         self.shape = shape
         self.state = state
         self.identity = identity
-        self.device = device
         self.is_initialized = True
 
     @property
     def batch_size(self) -> int:
         return self.shape.batch_size
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        raise NotImplementedError
+    @property
+    def device(self) -> torch.device:
+        return self.state.lengths.device
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the layer, by its name in the layer."""
+        return tensor_attributes(self)
 
     def attend(
         self,
@@ -122,17 +164,22 @@ class RaggedLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         raise NotImplementedError(f"offloading a CertifiedCache {LATER}")
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise NotImplementedError(f"reordering the rows of a CertifiedCache (beam search) {LATER}")
+    def take_rows(self, index: torch.Tensor) -> None:
+        """Row b of what the layer keeps for each row becomes a copy of row index[b] (int64 [B]), in place."""
+        raise NotImplementedError
+
+    def forget_beyond(self, lengths: torch.Tensor) -> None:
+        """Rows have become shorter, int32 [B]; a layer that may hold any bytes in unused slots has nothing to do."""
+
+    def resize(self, index: torch.Tensor, moved: dict[int, MovedPages]) -> None:
+        """Allocate anew for len(index) rows, copies of the rows index [B']; `moved` says where each window's pages go."""
+        raise NotImplementedError
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError(f"cropping a CertifiedCache {LATER}")
+        """The cache crops all layers at once."""
+        raise NotImplementedError("crop the CertifiedCache, not a layer of it")
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise NotImplementedError(f"repeating the rows of a CertifiedCache {LATER}")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        raise NotImplementedError(f"selecting rows of a CertifiedCache {LATER}")
+    reorder_cache = batch_repeat_interleave = batch_select_indices = crop
 
 
 class CertifiedLayer(RaggedLayer):
@@ -151,25 +198,44 @@ class CertifiedLayer(RaggedLayer):
         index: int,
         shape: StoreShape,
         state: CacheState,
-        identity: object | None,
-        device: torch.device,
+        identity: Identity | None,
         radii: str,
         outlier_indices: tuple[tuple[int, ...], ...] | None,
+        window: int,
     ) -> None:
-        super().__init__(index, shape, state, identity, device)
-        self.store = shape.allocate(device)
+        super().__init__(index, shape, state, identity)
+        self.window = window
+        self.store = shape.allocate(self.device)
         self.pages_per_split = pages_per_split(shape.page_size, shape.pages_per_row)
         self.radii = radii
         self.format_name = shape.store_format.name
         self.pairs = shape.store_format.key.outlier_pairs
         self.chooses_outliers = self.pairs > 0 and outlier_indices is None
-        self.outlier_channels = torch.empty(0, dtype=torch.int32, device=device)
+        self.outlier_channels = torch.empty(0, dtype=torch.int32, device=self.device)
         if self.pairs:
             indices = outlier_indices or (tuple(range(self.pairs)),) * shape.num_kv_heads
-            self.outlier_channels = outlier_channels_of(indices, shape.head_dim, device=device)
+            self.outlier_channels = outlier_channels_of(indices, shape.head_dim, device=self.device)
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return *self.store, self.outlier_channels
+    @property
+    def group(self) -> PageGroup:
+        return self.state.groups[self.window]
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        return self.store._asdict() | super().named_tensors()
+
+    def take_rows(self, index: torch.Tensor) -> None:
+        for tail in (self.store.k_tail, self.store.v_tail):
+            tail.copy_(tail[index])
+
+    def resize(self, index: torch.Tensor, moved: dict[int, MovedPages]) -> None:
+        old, pages = self.store, moved[self.window]
+        self.shape = replace(self.shape, batch_size=len(index), pool_pages=self.group.num_pages)
+        self.store = self.shape.allocate(self.device)
+        for name in POOL_PARTS:
+            if (part := getattr(self.store, name)).numel():
+                part[: len(pages.source)] = getattr(old, name)[pages.source]
+        self.store.k_tail.copy_(old.k_tail[index])
+        self.store.v_tail.copy_(old.v_tail[index])
 
     def attend(
         self,
@@ -179,6 +245,11 @@ class CertifiedLayer(RaggedLayer):
         valid: torch.Tensor | None,
         scores: Scores,
     ) -> torch.Tensor:
+        if scores.window != self.window:
+            raise ValueError(
+                f"layer {self.index} of the CertifiedCache keeps the tokens of a sliding window of {self.window} (0: all), but the "
+                f"model reads with {scores.window}: make the cache after the model's config has its final sliding_window"
+            )
         state = self.state
         plan = state.enter(self.index, valid, q.shape[2])
         if plan.prefill:
@@ -192,8 +263,8 @@ class CertifiedLayer(RaggedLayer):
                 v,
                 plan.positions,
                 state.lengths,
-                state.page_table,
-                plan.source_map,
+                plan.page_tables[self.window],
+                plan.source_maps[self.window],
                 plan.log_risk,
                 state.no_floats if scores.sinks is None else scores.sinks,
                 self.outlier_channels,
@@ -214,7 +285,7 @@ class CertifiedLayer(RaggedLayer):
             plan.columns,
             state.lengths,
             plan.counts,
-            state.page_table,
+            self.group.page_table,
             state.seeds,
             self.outlier_channels,
             *self.store,

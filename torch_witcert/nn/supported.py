@@ -28,13 +28,43 @@ ATTENTION_CLASSES: tuple[type[nn.Module], ...] = (
 MODEL_TYPES = ("llama", "qwen2", "mistral", "qwen3", "phi3", "gemma2", "gpt_oss")
 
 
+def check_pretrained(model: object) -> None:
+    """Raise TypeError where `model` is no model of transformers."""
+    if isinstance(model, PreTrainedModel):
+        return
+    wrapped = ": pass the model that it wraps, model.get_base_model()" if hasattr(model, "get_base_model") else ""
+    raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}{wrapped}")
+
+
 def attention_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:
     """Attention modules of a model with their names, in the order of `layer_idx`: certified, convertible or left dense.
 
     Raises:
         TypeError: `model` is no model of transformers.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    check_pretrained(model)
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, ATTENTION_CLASSES)]
     return sorted(found, key=lambda item: item[1].layer_idx)
+
+
+def check_every_layer(model: PreTrainedModel) -> None:
+    """Refuse a model with a decoder layer that has no attention of a supported class: no layer of a cache would be its own.
+
+    Raises:
+        NotImplementedError: naming the layers and what is supported.
+    """
+    found = [module.layer_idx for _, module in attention_modules(model)]
+    layers = getattr(model.get_decoder(), "layers", None)
+    expected = list(range(len(found) if layers is None else len(layers)))
+    if found != expected:
+        supported = ", ".join(cls.__name__ for cls in ATTENTION_CLASSES)
+        raise NotImplementedError(
+            f"every layer of model ({type(model).__name__}) must have one attention module of a supported class ({supported}); of "
+            f"layers {expected} those with one are {found}"
+        )
+
+
+def window_of(module: Any) -> int:
+    """Sliding window that an attention module passes on, 0 for none."""
+    source = module if hasattr(module, "sliding_window") else module.config
+    return getattr(source, "sliding_window", None) or 0

@@ -188,6 +188,11 @@ class Telemetry:
         return "\n".join(rows)
 
 
+def tensor_attributes(owner: object) -> dict[str, torch.Tensor]:
+    """Every attribute that is a tensor, by its name: what holds the state of a cache need not list it, and can forget none."""
+    return {name: value for name, value in vars(owner).items() if isinstance(value, torch.Tensor)}
+
+
 class Counters:
     """Counters of a cache, on one device.
 
@@ -207,7 +212,7 @@ class Counters:
         self.overflow = torch.zeros((), dtype=torch.int32, device=device)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.counts, self.flagged_groups, self.sums, self.maxima, self.overflow
+        return tuple(tensor_attributes(self).values())
 
     def add(self, summary: Summary) -> None:
         """Add one forward, in place and without synchronization."""
