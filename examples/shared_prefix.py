@@ -3,10 +3,10 @@
     python examples/shared_prefix.py          SmolLM2-135M-Instruct answers questions, four at a time
     python examples/shared_prefix.py --toy    a tiny random Llama
 
-Row 0 of the cache holds the system prompt and nothing else. `fork` lets other rows begin where it ends: complete pages are
-shared, only the exact tail is copied. Rows that are done are released, and the next prompts take their place. The same
-requests are then served without sharing, where every row stores the system prompt for itself; the program ends with an error
-if a token differs.
+Row 0 of the cache holds the system prompt and nothing else. `fork` lets other rows begin where it ends: complete pages
+are shared, only the exact tail is copied. Rows that are done are released, and the next prompts take their place. The
+same requests are then served without sharing, where every row stores the system prompt for itself; the program ends
+with an error if a token differs.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class Server:
         self.pages, self.bound = 0, 0.0
 
     def forward(self, new: dict[int, list[int]]) -> torch.Tensor:
-        """Rows take new tokens, padded on the left; the others are idle. Logits [rows + 1, vocabulary] of the last column."""
+        """Rows take new tokens, padded on the left; the others are idle. Logits [rows + 1, vocabulary] of the last
+        column."""
         width, device = max(map(len, new.values())), self.model.device
         ids = torch.zeros(self.cache.batch_size, width, dtype=torch.int64, device=device)
         valid = torch.zeros_like(ids, dtype=torch.bool)
@@ -151,8 +152,8 @@ def check(shared: Served, alone: Served) -> str:
             if a.argmax() != b.argmax():
                 gap = float(b.max() - b[a.argmax()])
                 raise SystemExit(
-                    f"request {request}: token {step} differs with and without sharing; logits differ by {largest:.2e} until "
-                    f"there, and the two tokens by {gap:.2e} without sharing"
+                    f"request {request}: token {step} differs with and without sharing; logits differ by {largest:.2e} "
+                    f"until there, and the two tokens by {gap:.2e} without sharing"
                 )
     count = sum(map(len, shared.logits))
     bits = (

@@ -78,7 +78,7 @@ def test_shared_prefix(capsys):
 
 
 def test_shared_prefix_notices_a_fork_that_is_none(monkeypatch):
-    """Rows that begin where the one before them stood."""
+    """Forks whose exact keys are in other places than the source's: other tokens come out, and the program says so."""
     fork = torch_witcert.CertifiedCache.fork
 
     def wrong(cache, source, targets):

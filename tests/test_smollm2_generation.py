@@ -1,9 +1,10 @@
-"""SmolLM2-135M continues passages of the licence in every way of generating, 128 tokens each: the dense model's tokens, all of them.
+"""SmolLM2-135M continues passages of the licence in every way of generating, 128 tokens each: the dense model's tokens,
+all of them.
 
-Float32 on the CPU, pages of 16: a row ends with 12 complete pages or more, and its text hangs on them. The passages are those
-whose greedy continuation the dense model is sure of: its two best logits are further apart at every token than what the codes
-do to them. Beams and a padded conversation are decoded with every third layer certified, which is what the reference operators can do
-in the time of a test; drafts with all 30.
+Float32 on the CPU, pages of 16: a row ends with 12 complete pages or more, and its text hangs on them. The passages are
+those whose greedy continuation the dense model is sure of: its two best logits are further apart at every token than
+what the codes do to them. Beams and a padded conversation are decoded with every third layer certified, which is what
+the reference operators can do in the time of a test; drafts with all 30.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def assert_dense_tokens(dense, sequence: torch.Tensor, *parts: tuple[int, torch.
         gaps = best.values[:, 0] - best.values[:, 1]
         for place in (best.indices[:, 0] != tokens).nonzero()[:, 0].tolist():
             raise AssertionError(
-                f"token {place} of {len(logits)} differs: the dense model's two best logits are {gaps[place]:.4f} apart there, and "
-                f"the certified model's logits differ from them by up to {errors[place]:.4f}"
+                f"token {place} of {len(logits)} differs: the dense model's two best logits are {gaps[place]:.4f} apart "
+                f"there, and the certified model's logits differ from them by up to {errors[place]:.4f}"
             )
         assert 1e-2 < errors.max() < 0.6, "what codes do to logits"
         chosen += tokens.tolist()
@@ -97,7 +98,8 @@ def assert_dense_tokens(dense, sequence: torch.Tensor, *parts: tuple[int, torch.
 def test_beams(dense, third, licence):
     """Four beams, all of them returned: the four sequences of the dense model's search in their order.
 
-    Its other beams are often nearly tied, so that the two searches part for a while; that changes nothing of what is left.
+    Its other beams are often nearly tied, so that the two searches part for a while; that changes nothing of what is
+    left.
     """
     ids, moved = licence[:, :96], []
     options = {"num_beams": BEAMS, "num_return_sequences": BEAMS, "output_logits": False, "output_scores": True}

@@ -246,5 +246,5 @@ def group_scales(device: torch.device | str, store_format: StoreFormat, page_siz
     cache = make_cache(tokens + 1, store_format, **options)
     cache.fill(k[:, :, :tokens], v[:, :, :tokens])
     cache.check_half_steps()
-    # Half as large as the keys are wide: scores of a few units, which one wrong scale moves by as much.
+    # Queries this small leave scores of a few units, which one wrong scale moves by as much.
     return cache.checked(q[:, :, -1:] * 0.25, k[:, :, -1:], v[:, :, -1:])

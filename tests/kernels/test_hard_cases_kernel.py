@@ -106,8 +106,9 @@ def test_h9_supported_head_dims(device, dim, store_format):
 
 
 @pytest.mark.parametrize("tokens", [1, 40] if INTERPRETED else [1, 64, 1000])
-def test_h10_softcap_and_sinks(device, tokens):
-    softcap_and_sinks(device, DEFAULT, tokens)
+@pytest.mark.parametrize(("softcap", "sink"), [(50.0, 3.0), (0.0, 60.0)])
+def test_h10_softcap_and_sinks(device, softcap, sink, tokens):
+    softcap_and_sinks(device, DEFAULT, tokens, softcap, sink)
 
 
 @pytest.mark.parametrize("tokens", [15, 16, 17, 33] if INTERPRETED else [1, 15, 16, 17, 127, 128, 129, 1000, 4097])
