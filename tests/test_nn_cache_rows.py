@@ -198,7 +198,10 @@ def test_crop_of_ragged_rows_is_all_or_nothing():
         (lambda c: c.fork(0, [5]), "targets must be rows from 0 to 2"),
         (lambda c: c.release([3]), "rows must be rows from 0 to 2"),
         (lambda c: c.release([]), "rows must be row indices"),
-        (lambda c: c.crop(-60), r"row \d with -?\d+ of its \d+ tokens; it can be cropped to 0, or to a length from \d+ on"),
+        (
+            lambda c: c.crop(-60),
+            r"row \d with -?\d+ of its \d+ tokens; it can be cropped to 0, or to a length from \d+ on",
+        ),
         (lambda c: c.early_initialization(2, 2, 64, torch.float32, "cpu"), "batch_size 3"),
     ],
 )
@@ -364,7 +367,10 @@ def test_a_window_keeps_its_size_whatever_the_capacity():
     model = converted("mistral", window=40)
     sizes = [torch_witcert.CertifiedCache(model, capacity, 2).nbytes() for capacity in (1024, 2048, 4096)]
     cache = torch_witcert.CertifiedCache(model, 1024, 2)
-    assert [sizes[1] - sizes[0], sizes[2] - sizes[1]] == [2 * 1024 * cache.bytes_per_token(), 2 * 2048 * cache.bytes_per_token()]
+    assert [sizes[1] - sizes[0], sizes[2] - sizes[1]] == [
+        2 * 1024 * cache.bytes_per_token(),
+        2 * 2048 * cache.bytes_per_token(),
+    ]
     assert cache.bytes_per_token() == 4 / SIZE, "the page table alone"
     mixed = converted("qwen2", window=40)
     plain = torch_witcert.CertifiedCache(converted("qwen2"), 1024).bytes_per_token()
@@ -400,7 +406,9 @@ def test_crop_near_a_page_boundary_in_a_window_model(prefill, window):
         histories.forward(prompt(prefill))
         for position in range(steps):
             histories.forward(prompt(1, seed=position))
-        for kept in sorted({prefill + steps - 1, (prefill + steps) // SIZE * SIZE, ((prefill + steps) // SIZE - 1) * SIZE}):
+        for kept in sorted(
+            {prefill + steps - 1, (prefill + steps) // SIZE * SIZE, ((prefill + steps) // SIZE - 1) * SIZE}
+        ):
             fork, rows = copy.deepcopy(cache), Histories(model, cache)
             rows.cache, rows.rows = fork, [list(histories.rows[0])]
             fork.crop(kept - prefill - steps)

@@ -224,7 +224,11 @@ def test_generate_under_inference_mode_and_then_without():
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"prompt_lookup_num_tokens": 17}, ValueError, "prompt_lookup_num_tokens must be at most the page size 16, got 17"),
+        (
+            {"prompt_lookup_num_tokens": 17},
+            ValueError,
+            "prompt_lookup_num_tokens must be at most the page size 16, got 17",
+        ),
         ({"num_beams": 2, CACHE_ARGUMENT: 256}, ValueError, "has 1 rows, but generate\\(\\) needs 2"),
         ({"cache_implementation": "static"}, ValueError, "cache_implementation='static'"),
         ({CACHE_ARGUMENT: "dynamic"}, ValueError, "DynamicCache"),

@@ -95,7 +95,9 @@ def widest(family: str, prompts: torch.Tensor, count: int) -> tuple[torch.Tensor
     dense, start = dense_model(family), prompts.shape[1]
     sequences = generate(dense, prompts)
     tokens = log_probabilities(dense, sequences, start).argmax(-1)
-    changed = (tokens != log_probabilities(model_without_attention(family), sequences, start).argmax(-1)).float().mean(1)
+    changed = (
+        (tokens != log_probabilities(model_without_attention(family), sequences, start).argmax(-1)).float().mean(1)
+    )
     several = torch.tensor([len(set(row.tolist())) >= 6 for row in tokens])
     chosen = torch.where((changed > 0.2) & several, gaps_of(dense, sequences, start), 0.0).topk(count)
     return sequences[chosen.indices].split(1)
