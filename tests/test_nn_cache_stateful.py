@@ -7,10 +7,14 @@ with what the tokens say it must be, bit for bit, and the pages with who must ho
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import pickle
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache as remember
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -19,24 +23,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from nn_models import tiny_model
+from nn_rows import KEPT, READ, SLOTS, WINDOW, D, P, Page, Row, held_pages, remembered_dither, same_bits, stored_page
+from transformers import PreTrainedModel
 
 import torch_witcert
 from torch_witcert.config import Recipe
 from torch_witcert.nn.compatibility import CROP_KEEPS
 from torch_witcert.nn.exact import Scores
 from torch_witcert.nn.layers import CertifiedLayer
-from torch_witcert.ops.dither import dither, page_key
-from torch_witcert.ops.quantize import quantize_page
+from torch_witcert.ops import reference
 from torch_witcert.ops.storage import POOL_PARTS, SOURCE_CODES, SOURCE_NONE
+from torch_witcert.testing import oracle
 from torch_witcert.testing.oracle import dequantized_attention, exact_attention, total_variation
 
-P, D, SLOTS, HEADS, ROWS, MOST_ROWS = 16, 64, 8, 2, 3, 4
+HEADS, ROWS, MOST_ROWS = 2, 3, 4
 CAPACITY = SLOTS * P
-WINDOW = 20
-#: Newest complete pages that a read needs, by the layer's window: a token at a page's beginning sees 19 tokens before it.
-READ = {0: SLOTS, WINDOW: 2}
-#: Newest complete pages that are stored: a window keeps two more, so that a crop of a page still finds what it needs.
-KEPT = {0: SLOTS, WINDOW: 4}
 SEEDS = (5, 2**32 - 1, 0)
 SCALE = D**-0.5
 
@@ -68,78 +69,6 @@ def model_of(variant: Variant):
     return torch_witcert.convert(model, variant.recipe, filter_fn=lambda _, name: ".2." not in name, strict=False)
 
 
-# --- the model -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Page:
-    """A page that a row has filled; rows that share it hold the same object."""
-
-    parts: dict[int, dict[str, torch.Tensor]]  # what must be stored, by layer and name
-
-
-@dataclass
-class Row:
-    """A row's tokens, request and pages."""
-
-    seed: int
-    tokens: torch.Tensor  # [K or V, layer, S, D]
-    spent: int = 0  # query tokens of certified reads
-    peak: int = 0  # longest that it has been since it was last empty: what the exact ring was written up to
-    pages: dict[int, dict[int, Page]] = field(default_factory=lambda: {window: {} for window in KEPT})
-
-    def __len__(self) -> int:
-        return self.tokens.shape[2]
-
-    def copy(self) -> Row:
-        return replace(self, pages={window: dict(pages) for window, pages in self.pages.items()})
-
-    def shorten(self, length: int) -> None:
-        self.peak = max(self.peak, len(self)) if length else 0
-        self.tokens = self.tokens[:, :, :length]
-        for window, pages in self.pages.items():
-            self.pages[window] = {slot: page for slot, page in pages.items() if slot < length // P}
-
-    def leave_behind(self, length: int) -> None:
-        """Drop the pages that windows leave when the row gets that long."""
-        for window, pages in self.pages.items():
-            oldest = length // P - KEPT[window]
-            self.pages[window] = {slot: page for slot, page in pages.items() if slot >= oldest}
-
-    @property
-    def exact_from(self) -> int:
-        """Position of the oldest token that the exact ring still holds."""
-        return max(0, max(self.peak, len(self)) // P - 1) * P
-
-    def filled_by(self, count: int) -> range:
-        """Slots that `count` more tokens fill."""
-        return range(len(self) // P, (len(self) + count) // P)
-
-
-def held_pages(rows: Sequence[Row], window: int) -> list[tuple[int, int, Page]]:
-    """Row, slot and page of every slot in use."""
-    return [(number, slot, page) for number, row in enumerate(rows) for slot, page in row.pages[window].items()]
-
-
-def stored_page(
-    layer: CertifiedLayer, k: torch.Tensor, v: torch.Tensor, seed: int, slot: int
-) -> dict[str, torch.Tensor]:
-    """What a layer must store of the keys and values [P, D] in a slot of a row."""
-    store_format = layer.shape.store_format
-    keys = page_key(torch.tensor([seed]), torch.tensor(slot))
-    draws = [
-        dither(keys, layer.index, is_value, part.dither, P, D)
-        for is_value, part in ((False, store_format.key), (True, store_format.value))
-    ]
-    page = quantize_page(k[None], v[None], store_format, layer.outlier_channels, *draws)
-    return page._asdict() | ({"page_keys": keys} if store_format.is_dithered else {})
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same, NaN included."""
-    return a.shape == b.shape and torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
-
-
 class Fresh(NamedTuple):
     """New columns; those that are no tokens hold NaN."""
 
@@ -156,6 +85,18 @@ VALIDITY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "idle rows": lambda random: (random[:, :1] < 0.5).expand_as(random),
 }
 
+
+def through_file(cache: torch_witcert.CertifiedCache, model: PreTrainedModel) -> torch_witcert.CertifiedCache:
+    with tempfile.TemporaryDirectory() as folder:
+        cache.save(Path(folder) / "cache.safetensors")
+        return torch_witcert.CertifiedCache.load(Path(folder) / "cache.safetensors", model)
+
+
+COPIES = {
+    "deepcopy": lambda cache, _: copy.deepcopy(cache),
+    "file": through_file,
+    "pickle": lambda cache, _: pickle.loads(pickle.dumps(cache)),
+}
 
 #: Calls of the machine, and how often they are drawn.
 WEIGHTS = {
@@ -228,12 +169,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     def checked_forward(self, fresh: Fresh) -> None:
         """A forward whose bounds hold against float64 attention over the exact keys and values; a prefill has none."""
+        if self.is_prefill(fresh):
+            self.attend(fresh)
+            return
         lengths = self.cache.lengths.clone()
+        slots = max(1, -(-max(map(len, self.rows)) // P))
         ranks = fresh.valid.int().cumsum(1)
         positions = torch.where(fresh.valid, lengths[:, None] + ranks - 1, -1)
-        at = torch.arange(CAPACITY)
+        at = torch.arange(slots * P)
         key_positions = torch.cat([torch.where(at < lengths[:, None], at, -1), positions], 1)
-        history = fresh.kv.new_zeros(2, self.layers, len(self.rows), 1, CAPACITY, D)
+        history = fresh.kv.new_zeros(2, self.layers, len(self.rows), 1, slots * P, D)
         for number, row in enumerate(self.rows):
             history[:, :, number, 0, : len(row)] = row.tokens
         expected = []
@@ -247,8 +192,8 @@ class CacheMachine(RuleBasedStateMachine):
                 *kv,
                 positions,
                 lengths,
-                layer.group.page_table.clamp_min(0),
-                self.source_map(window),
+                layer.group.page_table[:, :slots].clamp_min(0),
+                self.source_map(window)[..., :slots],
                 layer.store,
                 SCALE,
                 window,
@@ -258,8 +203,6 @@ class CacheMachine(RuleBasedStateMachine):
             )
             expected.append((exact.output, total_variation(exact.probabilities, used.probabilities).amax(-1)))
         out = self.attend(fresh)
-        if self.is_prefill(fresh):
-            return
         found = torch_witcert.certificates(self.cache)
         for place, (layer, (output, variation)) in enumerate(zip(self.certified, expected, strict=True)):
             error = (out[layer.index].double() - output).norm(dim=-1).amax(-1)
@@ -342,7 +285,7 @@ class CacheMachine(RuleBasedStateMachine):
         index = torch.arange(len(self.rows))
         for call in (
             lambda: self.attend(fresh),
-            lambda: copy.deepcopy(self.cache),
+            *(partial(way, self.cache, self.model) for way in COPIES.values()),
             lambda: self.cache.crop(-1),
             lambda: self.cache.reorder_cache(index),
             lambda: self.cache.release([0]),
@@ -427,10 +370,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.forget(range(len(self.rows)))
         self.columns, self.empty = 0, True
 
-    def copy(self, _: st.DataObject) -> None:
-        """Go on with a copy; the original stays as it is. A round trip through export and import belongs here too."""
-        self.originals.append((self.cache, [tensor.clone() for tensor in self.cache.tensors()]))
-        self.cache = copy.deepcopy(self.cache)
+    def copy(self, data: st.DataObject) -> None:
+        """Go on with a copy, or with what comes back from a file or a pickle; the original stays as it is."""
+        original = self.cache
+        self.originals.append((original, [tensor.clone() for tensor in original.tensors()]))
+        self.cache = COPIES[data.draw(st.sampled_from(list(COPIES)), label="way")](original, self.model)
+        for name in ("empty", "untouched"):
+            assert getattr(self.cache.state, name) is getattr(original.state, name)
 
     def wrong_calls(self, data: st.DataObject) -> None:
         cache, rows = self.cache, len(self.rows)
@@ -538,6 +484,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_any_sequence_of_calls(variant):
+def test_any_sequence_of_calls(variant, monkeypatch):
+    for module in (reference, oracle):
+        monkeypatch.setattr(module, "dither", remembered_dither)
     options = settings(max_examples=VARIANTS[variant].sequences, stateful_step_count=32, report_multiple_bugs=False)
     run_state_machine_as_test(lambda: CacheMachine(VARIANTS[variant]), settings=options)

@@ -86,8 +86,8 @@ def assert_dense_tokens(dense, sequence: torch.Tensor, *parts: tuple[int, torch.
         gaps = best.values[:, 0] - best.values[:, 1]
         for place in (best.indices[:, 0] != tokens).nonzero()[:, 0].tolist():
             raise AssertionError(
-                f"token {place} of {len(logits)} differs: the dense model's two best logits are {gaps[place]:.4f} apart "
-                f"there, and the certified model's logits differ from them by up to {errors[place]:.4f}"
+                f"token {place} of {len(logits)} differs: the dense model's two best logits are {gaps[place]:.4f} "
+                f"apart there, and the certified model's logits differ from them by up to {errors[place]:.4f}"
             )
         assert 1e-2 < errors.max() < 0.6, "what codes do to logits"
         chosen += tokens.tolist()

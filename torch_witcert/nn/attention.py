@@ -74,6 +74,7 @@ class CertifiedAttention(nn.Module):
         return self.original
 
     def __setstate__(self, state: dict) -> None:
+        """A module that was copied or unpickled is another one."""
         super().__setstate__(state)
         if self.identity.is_copy:
             self.identity.renew()

@@ -50,7 +50,8 @@ MOST_DIFFERENCES = 8
 def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """Facts by which a file recognizes a model, in JSON's types; its weights are not among them."""
     config = model.config
-    return {"config": type(config).__name__} | {name: getattr(config, name, None) for name in CONFIG_NAMES}
+    facts = {"config": type(config).__name__} | {name: getattr(config, name, None) for name in CONFIG_NAMES}
+    return json.loads(_json(facts))  # of its own, whatever becomes of the config
 
 
 def save_cache(cache: CertifiedCache, path: str | os.PathLike) -> None:
@@ -61,11 +62,14 @@ def save_cache(cache: CertifiedCache, path: str | os.PathLike) -> None:
         "library_version": __version__,
         "host": {"empty": state.is_empty(), "untouched": state.untouched},
     }
-    # In a folder of its own beside the target, so that it can be moved there, with the permissions of any new file.
+    # On the file system of the target, so that it can be moved there as a whole.
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=path.parent) as folder:
         written = Path(folder) / path.name
         contents = {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
+        written.touch()
+        permissions = written.stat().st_mode  # of any new file; those of safetensors are narrower
         save_file(contents, written, metadata={ENTRY: _json(description)})
+        written.chmod(permissions)
         with written.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(written, path)
