@@ -175,15 +175,14 @@ def test_copies_of_rows_bring_their_pages_along(window, num_pages):
     if group.on_demand:
         group.page_table.copy_(group.reserved(torch.zeros_like(counts), counts)[0])
     index = torch.tensor([2, 2, 0, 1])
-    copies, moved = group.resized(index, counts)
-    assert len(moved.source) == 5
+    copies, sources = group.resized(index, counts)
+    assert len(sources) == 5
     old, new = group.page_table[index], copies.page_table
     held = copies.held(counts[index])
     assert held.sum(1).tolist() == [3, 3, 2, 0]
-    assert torch.equal(moved.source[new[held].long()], old[held].long())
-    assert copies.reference_counts(counts[index]).tolist() == [
-        2 if page in old[0, :3] else 1 for page in moved.source
-    ] + [0] * (copies.num_pages - 5)
+    assert torch.equal(sources[new[held].long()], old[held].long())
+    users = [2 if page in old[0, :3] else 1 for page in sources]
+    assert copies.reference_counts(counts[index]).tolist() == users + [0] * (copies.num_pages - 5)
 
 
 def program(group: PageGroup, lengths: torch.Tensor, counts: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

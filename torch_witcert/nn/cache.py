@@ -352,9 +352,9 @@ class CertifiedCache(Cache):
         index = self._rows("indices", indices)
         self.state.settle()
         with torch.inference_mode(False):
-            moved = self.state.resize(index)
+            sources = self.state.resize(index)
             for layer in self.layers:
-                layer.resize(index, moved)
+                layer.resize(index, sources)
         self._mark_static()
 
     def early_initialization(self, batch_size: int, num_heads, head_dim, dtype: torch.dtype, device) -> None:

@@ -9,7 +9,6 @@ import torch
 from ..ops.storage import StoreShape
 from .exact import Scores, masked_attention, prefill_attention, query_blocks
 from .layers import Identity, RaggedLayer
-from .pages import MovedPages
 from .step import CacheState
 
 
@@ -38,7 +37,7 @@ class DenseLayer(RaggedLayer):
         for tensor in (self.dense_keys, self.dense_values):
             tensor.copy_(tensor[index])
 
-    def resize(self, index: torch.Tensor, moved: dict[int, MovedPages]) -> None:
+    def resize(self, index: torch.Tensor, sources: dict[int, torch.Tensor]) -> None:
         self.shape = replace(self.shape, batch_size=len(index))
         self.dense_keys, self.dense_values = self.dense_keys[index], self.dense_values[index]
 

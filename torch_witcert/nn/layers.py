@@ -17,7 +17,7 @@ from ..policy.counters import summarize_prefill, tensor_attributes
 from ..policy.outliers import choose_outlier_channels, outlier_channels_of
 from .exact import Scores, prefill_attention
 from .masks import may_synchronize
-from .pages import MovedPages, PageGroup
+from .pages import PageGroup
 from .step import CacheState, StepPlan
 
 LATER = "belongs to a later version of torch_witcert"
@@ -171,8 +171,8 @@ class RaggedLayer(CacheLayerMixin):
     def forget_beyond(self, lengths: torch.Tensor) -> None:
         """Rows have become shorter, int32 [B]; a layer that may hold any bytes in unused slots has nothing to do."""
 
-    def resize(self, index: torch.Tensor, moved: dict[int, MovedPages]) -> None:
-        """Allocate anew for len(index) rows, copies of the rows index [B']; `moved` says where each window's pages go."""
+    def resize(self, index: torch.Tensor, sources: dict[int, torch.Tensor]) -> None:
+        """Allocate anew for len(index) rows, copies of the rows index [B']; `sources` are each window's pages in the old pool."""
         raise NotImplementedError
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -227,13 +227,13 @@ class CertifiedLayer(RaggedLayer):
         for tail in (self.store.k_tail, self.store.v_tail):
             tail.copy_(tail[index])
 
-    def resize(self, index: torch.Tensor, moved: dict[int, MovedPages]) -> None:
-        old, pages = self.store, moved[self.window]
+    def resize(self, index: torch.Tensor, sources: dict[int, torch.Tensor]) -> None:
+        old, pages = self.store, sources[self.window]
         self.shape = replace(self.shape, batch_size=len(index), pool_pages=self.group.num_pages)
         self.store = self.shape.allocate(self.device)
         for name in POOL_PARTS:
             if (part := getattr(self.store, name)).numel():
-                part[: len(pages.source)] = getattr(old, name)[pages.source]
+                part[: len(pages)] = getattr(old, name)[pages]
         self.store.k_tail.copy_(old.k_tail[index])
         self.store.v_tail.copy_(old.v_tail[index])
 

@@ -8,8 +8,6 @@ given another when the page fills again.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ..ops.storage import derive_source_map, identity_page_table
@@ -42,12 +40,6 @@ def assign_pages(
     pages = free[rank.clamp(0, num_pages - 1)].to(torch.int32)
     table = torch.where(needed, torch.where(found, pages, -1), page_table)
     return table, (needed & ~found).any(1)
-
-
-class MovedPages(NamedTuple):
-    """Pages on their way into a new pool: page i of the new one is page source[i] of the old one."""
-
-    source: torch.Tensor  # int64 [U]
 
 
 class PageGroup:
@@ -137,23 +129,26 @@ class PageGroup:
         else:
             self.page_table.copy_(assign_pages(self.page_table, held, ~held, self.num_pages)[0])
 
-    def resized(self, index: torch.Tensor, lengths: torch.Tensor) -> tuple[PageGroup, MovedPages]:
-        """A group for copies of the rows index (int64 [B']) and where its pages come from. Synchronizes.
+    def resized(self, index: torch.Tensor, lengths: torch.Tensor) -> tuple[PageGroup, torch.Tensor]:
+        """A group for copies of the rows index (int64 [B']), and its pages in the old pool. Synchronizes.
 
         Args:
             lengths: int32 [B], of the rows as they are now.
+
+        Returns:
+            The group, and int64 [U]: page i of its pool is to hold what page sources[i] of the old one does.
         """
         old_rows, slots = self.page_table.shape
         full = self.num_pages == old_rows * self.kept
         device = self.page_table.device
         group = PageGroup(len(index), slots, self.page_size, self.window, 0 if full else self.num_pages, device)
         held, table = self.held(lengths)[index], self.page_table[index].to(torch.int64)
-        source = table[held].unique()
+        sources = table[held].unique()
         place = torch.zeros(self.num_pages, dtype=torch.int32, device=device)
-        place[source] = torch.arange(len(source), dtype=torch.int32, device=device)
+        place[sources] = torch.arange(len(sources), dtype=torch.int32, device=device)
         group.page_table.copy_(torch.where(held, place[table.clamp_min(0)], -1))
         group.release(lengths[index])
-        return group, MovedPages(source)
+        return group, sources
 
     def source_map(self, lengths: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         """Source map int8 [B, Hkv, M] of rows of these lengths."""

@@ -17,7 +17,7 @@ from ..policy.budget import log_risk, spend
 from ..policy.counters import Counters, Summary, summarize, tensor_attributes
 from ..policy.gate import Flag, make_limits
 from .masks import may_synchronize
-from .pages import MovedPages, PageGroup
+from .pages import PageGroup
 
 
 @dataclass
@@ -154,11 +154,11 @@ class CacheState:
         for group in self.groups.values():
             group.take_rows(index, self.lengths)
 
-    def resize(self, index: torch.Tensor) -> dict[int, MovedPages]:
-        """Allocate anew for len(index) rows, copies of the rows index (int64 [B']); returns where each window's pages go."""
-        moved = {}
+    def resize(self, index: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Allocate anew for len(index) rows, copies of the rows index (int64 [B']); returns each window's pages in the old pool."""
+        sources = {}
         for window, group in self.groups.items():
-            self.groups[window], moved[window] = group.resized(index, self.lengths)
+            self.groups[window], sources[window] = group.resized(index, self.lengths)
         self.batch_size = len(index)
         self.lengths, self.peak = self.lengths[index], self.peak[index]
         self.spent = self.spent[index] if self.budget else self.spent
@@ -167,7 +167,7 @@ class CacheState:
         self.total_variation, self.output, self.flags = (
             tensor[:, index] for tensor in (self.total_variation, self.output, self.flags)
         )
-        return moved
+        return sources
 
     def exact_from(self) -> torch.Tensor:
         """Position of the oldest token of each row that the exact tail still holds, int32 [B]."""
@@ -329,12 +329,11 @@ class CacheState:
             if not group.on_demand:
                 continue
             table, missing = group.reserved(self.lengths, counts)
-            if group.window:
-                pass  # its pool has a page for every slot that a window keeps
-            elif not looked:
+            # The pool of a window has a page for every slot that it keeps.
+            if not group.window and not looked:
                 exhausted = missing
                 counts = torch.where(exhausted, 0, counts)
-            elif bool(missing.any()):
+            elif not group.window and bool(missing.any()):
                 raise ValueError(
                     f"the pool of {group.num_pages} pages is exhausted: row {int(missing.int().argmax())} needs one more; make the "
                     "CertifiedCache with more num_pages, or release() rows. Nothing was written"

@@ -198,9 +198,6 @@ class StoreFormat:
         return _parse(name)
 
 
-_NO_NAME = "store_format must be the name of a StoreFormat, like {!r}, got {!r}"
-
-
 @lru_cache(maxsize=256)
 def _parse(name: str) -> StoreFormat:
     try:
