@@ -92,7 +92,7 @@ def test_a_crop_reaches_as_far_back_as_the_tail():
                 assert int(cache.lengths) == int(cache.get_seq_length()) == kept
                 assert cache.pages_in_use() == kept // SIZE
             else:
-                match = rf"row 0 with {kept} of its {length} tokens; it can be cropped to 0, or to a length from {oldest} on"
+                match = rf"is not possible for row 0, which holds {length} tokens: it can be cropped to 0, or to a length from {oldest} on"
                 with pytest.raises(ValueError, match=match):
                     cache.crop(kept - length)
                 assert_same(contents(cache), before)
@@ -170,7 +170,7 @@ def test_crop_of_ragged_rows_is_all_or_nothing():
     histories = Histories(model, cache)
     histories.forward(prompt(60, 3), [60, 20, 41])
     before = contents(cache)
-    with pytest.raises(ValueError, match="row 1 with -1 of its 20 tokens"):
+    with pytest.raises(ValueError, match="is not possible for row 1, which holds 20 tokens"):
         cache.crop(-21)
     with pytest.raises(ValueError, match="row 2 with 15 of its 41 tokens.*from 16 on"):
         cache.release([1])
@@ -194,13 +194,13 @@ def test_crop_of_ragged_rows_is_all_or_nothing():
         (lambda c: c.batch_repeat_interleave(0), "repeats must be a positive int, got 0"),
         (lambda c: c.fork(0, [0]), "distinct rows, got 0 and"),
         (lambda c: c.fork(0, [1, 1]), "distinct rows"),
-        (lambda c: c.fork(3, [1]), "source must be rows from 0 to 2"),
+        (lambda c: c.fork(3, [1]), "source must be a row from 0 to 2"),
         (lambda c: c.fork(0, [5]), "targets must be rows from 0 to 2"),
         (lambda c: c.release([3]), "rows must be rows from 0 to 2"),
         (lambda c: c.release([]), "rows must be row indices"),
         (
             lambda c: c.crop(-60),
-            r"row \d with -?\d+ of its \d+ tokens; it can be cropped to 0, or to a length from \d+ on",
+            r"is not possible for row \d, which holds \d+ tokens: it can be cropped to 0, or to a length from \d+ on",
         ),
         (lambda c: c.early_initialization(2, 2, 64, torch.float32, "cpu"), "batch_size 3"),
     ],

@@ -309,7 +309,7 @@ class CacheMachine(RuleBasedStateMachine):
         lengths = [len(row) - tokens if len(row) else 0 for row in self.rows]
         refusal = None
         if not all(n == 0 or n > 0 and n >= row.exact_from for n, row in zip(lengths, self.rows, strict=True)):
-            refusal = f"tokens_to_remove=-{tokens} would leave row .* Nothing was changed"
+            refusal = f"tokens_to_remove=-{tokens} is not possible for row .* Nothing was changed"
         elif tokens > self.columns:
             refusal = f"tokens_to_remove=-{tokens} is more than the {self.columns} columns .* Nothing was changed"
         if refusal is None:
@@ -386,7 +386,7 @@ class CacheMachine(RuleBasedStateMachine):
                     (lambda: cache.reorder_cache(torch.zeros(rows + 1, dtype=torch.int64)), "beam_idx must have"),
                     (lambda: cache.reorder_cache(torch.full((rows,), rows)), "beam_idx must be rows from 0"),
                     (lambda: cache.fork(0, [0]), "source and targets must be distinct"),
-                    (lambda: cache.fork(rows, [0]), "source must be rows from 0"),
+                    (lambda: cache.fork(rows, [0]), "source must be a row from 0"),
                     (lambda: cache.release([-1]), "rows must be rows from 0"),
                     (
                         lambda: cache.batch_select_indices(torch.empty(0, dtype=torch.int64)),

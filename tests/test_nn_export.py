@@ -72,11 +72,12 @@ def test_a_model_of_another_kind():
 
 
 def rewrite(path: Path, change) -> None:
-    """Change a file's tensors and its description in place."""
+    """Change a file's tensors and its description in place, with the checksum of what is written."""
     with safe_open(path, framework="pt") as file:
         description = json.loads(file.metadata()[export.ENTRY])
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     change(tensors, description)
+    description["sha256"] = export.checksum(tensors)
     save_file(tensors, path, metadata={export.ENTRY: json.dumps(description)})
 
 
@@ -142,8 +143,14 @@ WINDOW = "groups.20.page_table"
         (setting("spent", -1, 0), "spent: expected 0 to"),
         (setting("seeds", 2**32, 0), "seeds: expected 0 to 4294967295, found"),
         (setting("own_seeds", -1, 0), "own_seeds: expected 0 to"),
-        (setting("limits", float("nan"), 0), "limits: expected positive numbers"),
-        (setting("limits", 0.0, 0), "limits: expected positive numbers"),
+        (setting("limits", float("nan"), 0), r"limits: expected the recipe's \[0.2.*, found \[nan"),
+        (setting("limits", 0.5, 0), r"limits: expected the recipe's \[0.2.*, found \[0.5"),
+        (setting("total_variation", -0.1, 0), "total_variation: expected 0.0 to inf, found -0.1"),
+        (setting("output", float("nan"), (0, 0, 0)), "output: expected 0.0 to inf, found nan to nan"),
+        (setting("flags", 256, 0), "flags: expected 0 to 127, found"),
+        (setting("counters.sums", -1.0, 0), r"counters\.sums: expected 0.0 to inf, found -1.0"),
+        (setting("counters.maxima", float("nan"), 0), r"counters\.maxima: expected 0.0 to inf, found nan"),
+        (setting("counters.overflow", -1), r"counters\.overflow: expected 0 to 16, found -1"),
         (setting("counters.counts", -1, (0, 0)), r"counters\.counts: expected 0 to"),
         (setting("counters.flagged_groups", -1, (0, 0)), r"counters\.flagged_groups: expected 0 to"),
         (setting(FULL, 14, (0, 7)), r"groups\.0\.page_table: expected -1 to 13, found -1 to 14"),
@@ -187,6 +194,21 @@ def test_a_file_that_would_be_unsafe_is_refused(change, match, saved, tmp_path):
     with pytest.raises(ValueError, match=match) as caught:
         torch_witcert.CertifiedCache.load(path, model)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["layers.0.k_codes", "layers.1.k_scale", "layers.0.page_notes", "layers.0.v_tail"])
+def test_a_bit_that_flipped_is_noticed(name, saved, tmp_path):
+    model, file = saved
+    path = tmp_path / "cache"
+    path.write_bytes(file)
+    length = int.from_bytes(file[:8], "little")
+    begin, end = json.loads(file[8 : 8 + length])[name]["data_offsets"]
+    assert end > begin
+    damaged = bytearray(file)
+    damaged[8 + length + (begin + end) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match="sha256: the tensors are not those that were saved; the file is damaged"):
+        torch_witcert.CertifiedCache.load(path, model)
 
 
 @pytest.fixture(scope="module")

@@ -251,6 +251,49 @@ def test_refused_before_any_work(options, error, match):
     assert not forwards
 
 
+def _ones(rows: int, width: int, zeros: tuple[tuple[int, slice], ...] = ()) -> torch.Tensor:
+    mask = torch.ones(rows, width, dtype=torch.long)
+    for row, columns in zeros:
+        mask[row, columns] = 0
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("prepare", "columns", "mask", "match"),
+    [
+        (lambda c: None, 60, None, "must have more than the 90 columns .* got 60"),
+        (lambda c: None, 90, None, "must have more than the 90 columns .* got 90"),
+        (lambda c: None, 90, _ones(2, 90), "must have more than the 90 columns .* got 90"),
+        (lambda c: c.release([1]), 100, None, "marks 90 of the 90 cached columns of row 1 as real, .* holds 0 tokens"),
+        (lambda c: c.crop(-5), 100, _ones(2, 100, ((0, slice(0, 3)),)), "marks 82 of the 85 .* row 0 .* holds 85"),
+        (lambda c: None, 100, _ones(2, 100, ((1, slice(10, 20)),)), "marks 80 of the 90 .* row 1 .* holds 90"),
+    ],
+)
+def test_a_prompt_that_does_not_go_on_from_the_cache_is_refused(prepare, columns, mask, match):
+    """Silently feeding a row the end of its prompt, or reading what its mask leaves out, would be wrong without a sign."""
+    model, ids = converted(), prompt(120, batch=2)
+    cache = torch_witcert.CertifiedCache(model, 256, 2)
+    forward(model, ids[:, :90], cache)
+    prepare(cache)
+    before = [tensor.clone() for tensor in cache.tensors()]
+    options = {} if mask is None else {"attention_mask": mask}
+    with pytest.raises(ValueError, match=match):
+        greedy(model, ids[:, :columns], 4, **options, **{CACHE_ARGUMENT: cache})
+    assert all(map(torch.equal, before, cache.tensors()))
+
+
+def test_the_new_turn_alone_with_the_mask_of_all_columns():
+    """transformers takes the new tokens alone as well, if the mask covers the cached columns too."""
+    model, ids = converted(), prompt(120, batch=2)
+    mask = _ones(2, 120, ((1, slice(0, 30)),))
+    tokens = []
+    for first in (0, 90):
+        cache = torch_witcert.CertifiedCache(model, 256, 2)
+        greedy(model, ids[:, :90], 1, attention_mask=mask[:, :90], **{CACHE_ARGUMENT: cache})
+        tokens.append(greedy(model, ids[:, first:], 8, attention_mask=mask, **{CACHE_ARGUMENT: cache}))
+    assert torch.equal(*tokens)
+
+
 def test_refused_as_an_assistant():
     with pytest.raises(NotImplementedError, match="being the assistant"):
         tiny_model().generate(prompt(40), max_new_tokens=8, pad_token_id=0, assistant_model=converted())

@@ -251,7 +251,8 @@ class CertifiedCache(Cache):
             ValueError: a row that does not exist, or is named twice.
         """
         rows = self._rows("targets", targets).tolist()
-        self._rows("source", [source])
+        if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < self.batch_size:
+            raise ValueError(f"source must be a row from 0 to {self.batch_size - 1}, got {source!r}")
         if len({source, *rows}) != len(rows) + 1:
             raise ValueError(f"source and targets must be distinct rows, got {source} and {rows}")
         index = torch.arange(self.batch_size, device=self.lengths.device)
@@ -299,6 +300,8 @@ class CertifiedCache(Cache):
             TypeError: not an int.
         """
         try:
+            if isinstance(tokens_to_remove, bool):
+                raise TypeError
             # transformers computes it from `get_seq_length()`, a tensor.
             tokens_to_remove = operator.index(tokens_to_remove)
         except TypeError:
@@ -320,9 +323,8 @@ class CertifiedCache(Cache):
         if not bool(possible.all()):
             row = int(possible.int().argmin())
             raise ValueError(
-                f"tokens_to_remove={tokens_to_remove} would leave row {row} with {int(lengths[row])} of its "
-                f"{int(state.lengths[row])} tokens; it can be cropped to 0, or to a length from {int(oldest[row])} on, where its exact "
-                "tail begins. Nothing was changed"
+                f"tokens_to_remove={tokens_to_remove} is not possible for row {row}, which holds {int(state.lengths[row])} tokens: it can "
+                f"be cropped to 0, or to a length from {int(oldest[row])} on, where its exact tail begins. Nothing was changed"
             )
         if tokens_to_remove < -int(state.column_count):
             raise ValueError(
@@ -378,7 +380,9 @@ class CertifiedCache(Cache):
         if index.dtype == torch.bool and tuple(index.shape) == (self.batch_size,):
             index = index.nonzero()[:, 0]
         if index.ndim != 1 or index.numel() == 0 or index.is_floating_point() or index.dtype == torch.bool:
-            raise ValueError(f"{name} must be row indices, a one-dimensional list of ints, got {rows!r}")
+            raise ValueError(
+                f"{name} must be row indices, a one-dimensional list of one int or more, or {self.batch_size} bools, got {rows!r}"
+            )
         if int(index.min()) < 0 or int(index.max()) >= self.batch_size:
             raise ValueError(f"{name} must be rows from 0 to {self.batch_size - 1}, got {index.tolist()}")
         return index.to(torch.int64)

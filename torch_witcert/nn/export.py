@@ -1,12 +1,14 @@
 """A `CertifiedCache` as a safetensors file: every tensor under its name, and in the metadata, as JSON, what it was made for.
 
-A file is looked at as a stranger: nothing of a cache exists before the model, every shape and every number that could lead a
-read astray have been checked.
+A file is looked at as a stranger: nothing of a cache exists before the checksum, the model, every shape and every number that
+could lead a read astray have been checked.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from .. import __version__
 from ..config import Recipe, recipe_from_dict, recipe_to_dict
 from ..ops.dither import SEEDS, page_key
 from ..ops.storage import SOURCE_CODES
+from ..policy.gate import Flag, make_limits
 from ..policy.outliers import outlier_channels_of, outlier_indices_of
 from .build import build_layers, check_positive, converted_modules, named_tensors_of
 from .layers import CertifiedLayer, RaggedLayer
@@ -57,15 +60,18 @@ def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 def save_cache(cache: CertifiedCache, path: str | os.PathLike) -> None:
     """See :meth:`CertifiedCache.save`."""
     state, path = cache.state, Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"path must be in a folder that exists, got {path}")
     tensors = cache.named_tensors() | {"peak": state.settled_peak()}
+    contents = {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
     description = _description(cache.layers, state, cache.config, cache.fingerprint) | {
         "library_version": __version__,
         "host": {"empty": state.is_empty(), "untouched": state.untouched},
+        "sha256": checksum(contents),
     }
     # On the file system of the target, so that it can be moved there as a whole.
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=path.parent) as folder:
         written = Path(folder) / path.name
-        contents = {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
         written.touch()
         permissions = written.stat().st_mode  # of any new file; those of safetensors are narrower
         save_file(contents, written, metadata={ENTRY: _json(description)})
@@ -84,6 +90,8 @@ def load_cache(cls: type[CertifiedCache], path: str | os.PathLike, model: PreTra
         layout = build_layers(modules, config, *sizes[:2], model.dtype, torch.device("meta"), num_pages=sizes[2])
         _check_same(_description(*layout, config, model_fingerprint(model)), found)
         _check_shapes(named_tensors_of(*layout), tensors)
+        if found.get("sha256") != checksum(tensors):
+            raise ValueError("sha256: the tensors are not those that were saved; the file is damaged")
         empty, untouched = _host(found, tensors["lengths"])
         _check_contents(*layout, config, tensors)
     except ValueError as error:
@@ -122,6 +130,15 @@ def _description(
 def _json(value: Any) -> str:
     """With the names of dtypes."""
     return json.dumps(value, default=str)
+
+
+def checksum(contents: dict[str, torch.Tensor]) -> str:
+    """Of every tensor's name and bytes; of tensors on the CPU, contiguous."""
+    digest = hashlib.sha256()
+    for name in sorted(contents):
+        digest.update(name.encode())
+        digest.update(contents[name].reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 # --- reading -------------------------------------------------------------------------------------------------------------
@@ -175,7 +192,7 @@ def _check_same(expected: dict[str, Any], found: dict[str, Any]) -> None:
         recipe = recipe_to_dict(recipe_from_dict(found.get("recipe")))
     except (TypeError, NotImplementedError) as error:
         raise ValueError(f"recipe: {error}") from error
-    found = {name: value for name, value in found.items() if name not in ("library_version", "host")}
+    found = {name: value for name, value in found.items() if name not in ("library_version", "host", "sha256")}
     differences = list(_differences(expected, found | {"recipe": recipe}))
     if differences:
         more = len(differences) - MOST_DIFFERENCES
@@ -220,7 +237,7 @@ def _check_contents(
     """
     lengths = tensors["lengths"]
     top = torch.iinfo(torch.int64).max
-    ranges = {
+    ranges: dict[str, tuple[float, float]] = {
         "lengths": (0, state.capacity),
         "peak": (0, state.capacity),
         "spent": (0, top),
@@ -228,14 +245,21 @@ def _check_contents(
         "own_seeds": (0, SEEDS - 1),
         "counters.counts": (0, top),
         "counters.flagged_groups": (0, top),
+        "counters.overflow": (0, Flag.OVERFLOW),
+        "flags": (0, Flag.ALL),
+        "counters.sums": (0.0, math.inf),
+        "counters.maxima": (0.0, math.inf),
+        "total_variation": (0.0, math.inf),
+        "output": (0.0, math.inf),
     }
     for window, group in state.groups.items():
         ranges[f"groups.{window}.page_table"] = (-1 if group.on_demand else 0, group.num_pages - 1)
     for name, (low, high) in ranges.items():
         _check_range(name, tensors[name], low, high)
     _check_range("column_count", tensors["column_count"], int(lengths.max()), top)
-    if not (tensors["limits"] > 0).all():
-        raise ValueError(f"limits: expected positive numbers, found {tensors['limits'].tolist()}")
+    limits = make_limits(config.limits.tau, config.limits.output_limit, "cpu")
+    if not torch.equal(tensors["limits"], limits):
+        raise ValueError(f"limits: expected the recipe's {limits.tolist()}, found {tensors['limits'].tolist()}")
     for window, group in state.groups.items():
         name = f"groups.{window}.page_table"
         keys = [
@@ -251,9 +275,10 @@ def _check_contents(
             _check_outliers(name, tensors[name], layers[index].shape.head_dim, fixed)
 
 
-def _check_range(name: str, tensor: torch.Tensor, low: int, high: int) -> None:
-    if tensor.numel() and not (low <= int(tensor.min()) and int(tensor.max()) <= high):
-        raise ValueError(f"{name}: expected {low} to {high}, found {int(tensor.min())} to {int(tensor.max())}")
+def _check_range(name: str, tensor: torch.Tensor, low: float, high: float) -> None:
+    # A minimum that is NaN fails too.
+    if tensor.numel() and not (low <= tensor.min().item() and tensor.max().item() <= high):
+        raise ValueError(f"{name}: expected {low} to {high}, found {tensor.min().item()} to {tensor.max().item()}")
 
 
 def _check_pages(

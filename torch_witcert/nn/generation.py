@@ -56,8 +56,8 @@ class CachePreparation:
         """Same signature as the method it stands in for.
 
         Raises:
-            ValueError: `cache_implementation` is given, drafts are longer than a page, or the cache passed is foreign or, still
-                empty, too small.
+            ValueError: `cache_implementation` is given, drafts are longer than a page, or the cache passed is foreign, too small, or
+                holds other tokens than the prompt and its mask say.
             NotImplementedError: another generation mode than those of SUPPORTED_MODES, drafts on a cache that holds tokens, or the
                 model is an assistant.
         """
@@ -94,7 +94,12 @@ class CachePreparation:
             )
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         if passed is not None:
-            self._check_passed(passed, rows, max_cache_length, model_kwargs.get("attention_mask"), generation_mode)
+            mask = model_kwargs.get("attention_mask")
+            self._check_passed(passed, rows, max_cache_length, mask, generation_mode)
+            # transformers drops a mask of ones, and notes its width.
+            width = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+            if width is not None and not passed.state.empty:
+                _check_prompt(passed, mask, width)
             prepare(self.model, *arguments)
             self.last = weakref.ref(passed)
             return
@@ -133,7 +138,7 @@ class CachePreparation:
                     "assisted generation (drafts, prompt lookup) with a CertifiedCache that holds tokens is not supported: transformers "
                     "would feed, and the cache store, the whole prompt once more. Generate without drafts, or reset() the cache"
                 )
-            return  # the columns it holds may or may not be part of the prompt; a full row is refused when it happens
+            return  # how much of the prompt it holds is not known here; a full row is refused when it happens
         padding = 0 if attention_mask is None else int((attention_mask == 0).sum(1).min())
         if max_cache_length - padding > passed.capacity_per_row:
             raise ValueError(
@@ -162,6 +167,32 @@ def last_cache(model: PreTrainedModel) -> CertifiedCache:
     if cache is None:
         raise ValueError("model has not generated with a CertifiedCache that still exists: pass the cache itself")
     return cache
+
+
+def _check_prompt(cache: CertifiedCache, mask: torch.Tensor | None, width: int) -> None:
+    """Refuse a prompt that does not go on from the tokens that the cache holds.
+
+    Args:
+        mask: [B, width] over cached and new columns; None where all are real.
+        width: columns of the prompt, or of the mask where only the new tokens are passed.
+    """
+    columns = int(cache.state.column_count)
+    if width <= columns:
+        raise ValueError(
+            f"input_ids (or attention_mask) must have more than the {columns} columns that the CertifiedCache has seen, the whole "
+            f"conversation and new tokens, got {width}: append the new turn, or reset() the cache for another conversation"
+        )
+    held = cache.lengths
+    marked = torch.full_like(held, columns) if mask is None else (mask[:, :columns] != 0).sum(1).to(held)
+    wrong = marked != held
+    if bool(wrong.any()):
+        row = int(wrong.int().argmax())
+        raise ValueError(
+            f"attention_mask marks {int(marked[row])} of the {columns} cached columns of row {row} as real, but the CertifiedCache "
+            f"holds {int(held[row])} tokens of it. A column keeps what it was fed with: generate() feeds finished rows padding that "
+            "counts as real, and a row that was released or has run full holds less. Pass the mask that the columns had, or reset() the "
+            "cache and pass the whole prompt"
+        )
 
 
 def _is_foreign(cache: object) -> bool:

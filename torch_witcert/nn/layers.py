@@ -135,10 +135,12 @@ class RaggedLayer(CacheLayerMixin):
             if found != made_for:
                 names = ("batch size", "KV heads", "head dim", "dtype", "device")
                 wrong = [f"{n} {m}, got {f}" for n, m, f in zip(names, made_for, found, strict=True) if m != f]
-                raise ValueError(
-                    f"the CertifiedCache was made for {'; '.join(wrong)}: make one for this model and batch, and run the model "
-                    "in its own dtype (no autocast to another one)"
-                )
+                advice = "make one for this model and batch"
+                if found[:3] == made_for[:3] and states.dtype != shape.dtype:
+                    advice = (
+                        "run the model in its own dtype (no autocast to another one), or make one after model.to(dtype)"
+                    )
+                raise ValueError(f"the CertifiedCache was made for {'; '.join(wrong)}: {advice}")
         return FreshTokens(self, key_states, value_states), None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

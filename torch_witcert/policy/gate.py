@@ -22,6 +22,7 @@ class Flag:
 
     #: A read with any of these would be repaired; without repair it is flagged.
     REJECTED = OVER_TOTAL_VARIATION | OVER_OUTPUT | NO_GUARANTEE | OVERFLOW
+    ALL = NO_CODES | REJECTED | IDLE | PREFILL
 
 
 def make_limits(tau: float, output_limit: float | None, device: torch.device | str) -> torch.Tensor:
