@@ -14,10 +14,6 @@ from .formats import KEY_GROUP, StoreFormat
 
 #: A radius above this is no guarantee: e^c would drown every mass.
 RADIUS_LIMIT = 40.0
-#: Tokens that the exact pass multiplies at a time.
-EXACT_TILE = 16
-#: q * scale is multiplied with integer codes as a fixed-point number: its steps are at most 2^-21 of its norm.
-FIXED_POINT_BITS = 22
 #: Two bf16 limbs of q * scale leave |q s - hi - lo| <= 2^-17 |q s|: half a unit in the last place of a residual below 2^-8.
 LIMB_ERROR = 2.0**-17
 #: Error of a bf16 matrix instruction over 16 products, per instruction, relative to the sum of magnitudes. Measured on an
@@ -56,6 +52,11 @@ OUTPUT_ROUNDING = {
     torch.float16: (2.0**-11, 2.0**-21),
     torch.float32: (2.0**-23, 0.0),
 }
+
+
+def exact_tile(head_dim: int) -> int:
+    """Tokens that the exact pass multiplies at a time; wide heads would not fit into shared memory otherwise."""
+    return 64 if head_dim <= 128 else 32
 
 
 def triton_block(size: int) -> int:
@@ -110,7 +111,7 @@ class Arithmetic:
 
     @property
     def exact_tiles(self) -> int:
-        return -(-self.exact_tokens // EXACT_TILE) + 1
+        return -(-self.exact_tokens // exact_tile(self.head_dim)) + 1
 
     @property
     def rescalings(self) -> int:
@@ -120,31 +121,17 @@ class Arithmetic:
     @property
     def score_steps(self) -> float:
         """Relative error of a weight from exponentials and rescalings, and of a soft cap, as an error of its score."""
-        exponentials = 2.0**-21 * (6 + 2 * self.rescalings + self.num_splits) + EXPONENT_ERROR
+        exponentials = 2.0**-21 * (4 + 2 * self.rescalings + self.num_splits) + EXPONENT_ERROR
         return exponentials + SOFTCAP_ERROR * self.softcap
 
     @property
     def code_step(self) -> float:
         """Score error of the products with codes, per unit of sm_scale * sum |q_c| scale_c."""
         key = self.store_format.key
-        error = 2.0**-21 + (self.head_dim // KEY_GROUP * 2.0**-23 if key.per_token else 0.0)
-        # The reference sums over the channels in float32.
-        error += (self.head_dim + 8) * 2.0**-24
-        if key.grid.is_float:
-            error += LIMB_ERROR + 2 * triton_block(self.head_dim) // 16 * MMA_STEP_ERROR * (2 if key.is_dithered else 1)
+        matrix_steps = 2 * triton_block(self.head_dim) // 16 * (2 if key.is_dithered else 1)
+        sums = 2.0**-21 + (self.head_dim // KEY_GROUP * 2.0**-23 if key.per_token else 0.0)
         # With dither the code and the dither are multiplied apart: together one step more than the largest value.
-        return (key.grid.levels + 1) * error
-
-    @property
-    def code_fixed_point(self) -> float:
-        """Score error per unit of sm_scale * sqrt(sum q_c^2 scale_c^2): half a step of the fixed-point numbers for each channel.
-
-        The step is at most 2^-21 of that norm; sums of digits convert to float32 with an error below D / 4 steps, and as much
-        with dither. Keys scaled per token have a norm for each group, and sum(norms) <= sqrt(D / 32) * sqrt(sum norms^2).
-        """
-        if self.store_format.key.grid.is_float:
-            return 0.0
-        return self.head_dim * 2.0**-22 * (self.store_format.key.grid.levels + 2)
+        return (key.grid.levels + 1) * (LIMB_ERROR + matrix_steps * MMA_STEP_ERROR + sums)
 
     @property
     def code_zero(self) -> float:
@@ -187,9 +174,11 @@ class Arithmetic:
     @property
     def exact_values(self) -> float:
         """Output error per unit of the mass-weighted norm of exact values."""
-        sums = (self.exact_tokens + EXACT_TILE) * 2.0**-24 + (self.num_splits + 8) * 2.0**-23
-        # Three limbs of the weights, in matrix instructions that go on from the accumulator.
-        return sums + self.exact_tiles * (3 * EXACT_TILE / 16 * MMA_STEP_ERROR + 2.0**-22)
+        return (
+            (self.exact_tokens + exact_tile(self.head_dim)) * 2.0**-24
+            + self.exact_tiles * 2.0**-22
+            + (self.num_splits + 8) * 2.0**-23
+        )
 
     @property
     def normaliser(self) -> float:

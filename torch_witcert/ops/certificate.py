@@ -200,7 +200,6 @@ class CodeRadius(NamedTuple):
         radius = smallest * (1 + ar.RADIUS_RELATIVE)
         if arithmetic is not None:
             radius = radius + self.unit * arithmetic.code_step + self.zero * arithmetic.code_zero
-            radius = radius + self.square * arithmetic.code_fixed_point
             radius = radius + self.bypass * arithmetic.exact_dot + arithmetic.score_steps
         return torch.where(self.finite, radius, float("inf"))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-#: Splits that the rows of a full cache are cut into, as long as a split has not fewer or more tokens than these. Shorter ones
-#: cost more to start than to read, and longer ones leave processors idle.
-WANTED_SPLITS = 32
-LEAST_TOKENS = 512
-MOST_TOKENS = 1024
+#: Splits that a full cache is cut into, at most; more only adds work to the merge.
+MOST_SPLITS = 64
+#: A split shorter than this many tokens costs more to start than to read.
+LEAST_TOKENS = 256
+#: Rescalings of a running maximum add to the arithmetic slack; a longer split would show in the bound.
+MOST_PAGES = 128
 
 
 def pages_per_split(page_size: int, pages_per_row: int) -> int:
@@ -17,7 +18,8 @@ def pages_per_split(page_size: int, pages_per_row: int) -> int:
         pages_per_row: M, the capacity of a row in pages.
 
     Returns:
-        A number that depends on nothing else, so that a read has the same bits in any batch.
+        A number in [1, MOST_PAGES] that depends on nothing else, so that a read has the same bits in any batch.
     """
-    wanted = -(-pages_per_row // WANTED_SPLITS)
-    return max(1, LEAST_TOKENS // page_size, min(wanted, MOST_TOKENS // page_size))
+    least = max(1, LEAST_TOKENS // page_size)
+    wanted = max(least, -(-pages_per_row // MOST_SPLITS))
+    return min(wanted, MOST_PAGES)

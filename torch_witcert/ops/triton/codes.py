@@ -70,11 +70,11 @@ def join_codes(code, AXIS_LENGTH: tl.constexpr, OTHER: tl.constexpr, BITS: tl.co
 
 
 @triton.jit
-def dither_bytes(
+def dither_tile(
     page_key, layer, head, first_channel, PAGE_SIZE: tl.constexpr, CHANNELS: tl.constexpr, IS_VALUE: tl.constexpr,
     MODE: tl.constexpr,
 ):  # fmt: skip
-    """Random bytes j [PAGE_SIZE, CHANNELS] of a page from `first_channel` on (both multiples of 16); the dither is (2 j - 255) / 512."""
+    """Dither [PAGE_SIZE, CHANNELS] of a page from `first_channel` on (both multiples of 16), float32 in (-1/2, 1/2)."""
     if MODE == _TILE:
         page_key = page_key // _PAGE_KEYS * _PAGE_KEYS
     BLOCKS: tl.constexpr = CHANNELS // 16
@@ -86,14 +86,5 @@ def dither_bytes(
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     words = tl.reshape(words, (PAGE_SIZE, BLOCKS * 4, 1))
     byte = (words >> (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, :]) & 0xFF
-    return tl.reshape(byte, (PAGE_SIZE, CHANNELS))
-
-
-@triton.jit
-def dither_tile(
-    page_key, layer, head, first_channel, PAGE_SIZE: tl.constexpr, CHANNELS: tl.constexpr, IS_VALUE: tl.constexpr,
-    MODE: tl.constexpr,
-):  # fmt: skip
-    """Dither [PAGE_SIZE, CHANNELS] of a page from `first_channel` on (both multiples of 16), float32 in (-1/2, 1/2)."""
-    byte = dither_bytes(page_key, layer, head, first_channel, PAGE_SIZE, CHANNELS, IS_VALUE, MODE)
-    return (byte.to(tl.float32) * 2.0 - 255.0) * 0.001953125
+    dither = (byte.to(tl.float32) * 2.0 - 255.0) * 0.001953125
+    return tl.reshape(dither, (PAGE_SIZE, CHANNELS))

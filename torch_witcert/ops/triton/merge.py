@@ -1,7 +1,7 @@
-"""Stage 2: merge the splits of a read and make its certificate from their sums.
+"""Stage 2: merge the splits of a read and make its certificate from the page records.
 
-A program owns one query row. Splits merge in fixed blocks: bits depend on the row and the cache's capacity alone. The
-formulas are those of `torch_witcert.ops.certificate`, in its order and with its names.
+A program owns one query row. Splits merge in index order; certificate sums run over pages in fixed blocks: bits depend on
+the row alone. The formulas are those of `torch_witcert.ops.certificate`, in its order and with its names.
 """
 
 from __future__ import annotations
@@ -11,45 +11,33 @@ import triton.language as tl
 
 from .. import arithmetic as ar
 from ..certificate import Field
-from ..storage import POSITION_OVERFLOW
-from . import records as rec
-from .primitives import LN_2, NORM_ABSOLUTE, exponential_minus_one, is_finite, norm_of_query, round_to_dtype
-from .records import group_terms, rest_terms, statistics_address
+from ..storage import POSITION_OVERFLOW, SOURCE_CODES, Note
+from .primitives import LN_2, NORM_ABSOLUTE, exponential_gap, exponential_minus_one, is_finite, round_to_dtype
+from .records import MASS, RADIUS, RECORDS, REFERENCE, SCALED_MASS, STATISTICS, TOP
 
-#: Most splits whose sums, and whose accumulators, a program loads at a time.
-SPLIT_BLOCK = 256
-ACCUMULATOR_BLOCK = 16
+#: Most pages that a program sums at a time.
+PAGE_BLOCK = 1024
 
-_MAXIMUM = tl.constexpr(rec.MAXIMUM)
-_SUM = tl.constexpr(rec.SUM)
-_RADIUS = tl.constexpr(rec.RADIUS)
-_NORM = tl.constexpr(rec.NORM)
-_EXACT_KEY_NORM = tl.constexpr(rec.KEY_NORM)
-_SINK_ERROR = tl.constexpr(rec.SINK_ERROR)
-_CODE_TOKENS = tl.constexpr(rec.CODE_TOKENS)
-_SCALED_ERROR = tl.constexpr(rec.SCALED_ERROR)
-_CODE_MASS = tl.constexpr(rec.CODE_MASS)
-_CODE_NORM = tl.constexpr(rec.CODE_NORM)
-_SQUARED_NORM = tl.constexpr(rec.SQUARED_NORM)
-_MASS_SUM = tl.constexpr(rec.MASS_SUM)
-_EXCESS = tl.constexpr(rec.EXCESS)
-_LOWER = tl.constexpr(rec.LOWER)
-_SHRINK = tl.constexpr(rec.SHRINK)
-_PINSKER = tl.constexpr(rec.PINSKER)
-_SPREAD = tl.constexpr(rec.SPREAD)
-_WEIGHTED = tl.constexpr(rec.WEIGHTED)
-_HEAVIEST_RADIUS = tl.constexpr(rec.HEAVIEST_RADIUS)
-_REST = tl.constexpr(rec.REST)
-_ACCUMULATOR_BLOCK = tl.constexpr(ACCUMULATOR_BLOCK)
+_RECORD_REFERENCE = tl.constexpr(REFERENCE)
+_RECORD_MASS = tl.constexpr(MASS)
+_RECORD_SCALED_MASS = tl.constexpr(SCALED_MASS)
+_RECORD_TOP = tl.constexpr(TOP)
+_RECORD_RADIUS = tl.constexpr(RADIUS)
+_RECORDS = tl.constexpr(RECORDS)
+_STATISTICS = tl.constexpr(STATISTICS)
+_CODES = tl.constexpr(SOURCE_CODES)
 _OVERFLOW = tl.constexpr(POSITION_OVERFLOW)
+_NOTES = tl.constexpr(Note.COUNT)
+_VALUE_NORM = tl.constexpr(Note.VALUE_NORM)
+_VALUE_ERROR = tl.constexpr(Note.VALUE_ERROR)
 _FIELDS = tl.constexpr(Field.COUNT)
 _TV = tl.constexpr(Field.TV)
 _OUTPUT = tl.constexpr(Field.OUTPUT)
 _KEY_ERROR = tl.constexpr(Field.KEY_ERROR)
 _E_VAL = tl.constexpr(Field.VALUE_ERROR)
 _LARGEST_RADIUS = tl.constexpr(Field.RADIUS)
-_CERTIFICATE_MASS = tl.constexpr(Field.CODE_MASS)
-_CERTIFICATE_TOKENS = tl.constexpr(Field.CODE_TOKENS)
+_CODE_MASS = tl.constexpr(Field.CODE_MASS)
+_CODE_TOKENS = tl.constexpr(Field.CODE_TOKENS)
 _TOKENS = tl.constexpr(Field.TOKENS)
 _RADIUS_LIMIT = tl.constexpr(ar.RADIUS_LIMIT)
 _ABSOLUTE = tl.constexpr(ar.SUM_ABSOLUTE)
@@ -68,13 +56,6 @@ def _smaller(a, b):
     return tl.where(b < a, b, a)
 
 
-@triton.jit
-def _weighted(statistic, plane, share, is_split, PLANE: tl.constexpr):
-    """A plane of the splits times their share; nothing where the share is nothing, whatever the plane holds."""
-    value = tl.load(statistic + PLANE * plane, mask=is_split, other=0.0)
-    return tl.where(share > 0.0, share * value, 0.0)
-
-
 @triton.jit(
     do_not_specialize=[
         "window",
@@ -82,35 +63,30 @@ def _weighted(statistic, plane, share, is_split, PLANE: tl.constexpr):
         "first_token",
         "chunk_tokens",
         "scratch_blocks",
-        "q_stride_row",
-        "q_stride_head",
-        "q_stride_token",
+        "pages_per_row",
         "pages_per_split",
         "code_splits",
     ],
-    do_not_specialize_on_alignment=["q", "positions", "lengths"],
+    do_not_specialize_on_alignment=["positions", "lengths"],
 )
 def merge_kernel(
-    q,
     positions,
     lengths,
+    page_table,
+    source_map,
+    page_notes,
     accumulators,
     statistics,
+    records,
+    exact_norms,
     out,
     lse,
     certificate,
-    scale_log2,
     window,
     new_tokens,
     first_token,
     chunk_tokens,
     scratch_blocks,
-    q_stride_row,
-    q_stride_head,
-    q_stride_token,
-    exact_dot,
-    score_steps,
-    lost_mass,
     sum_relative,
     code_values,
     exact_values,
@@ -118,7 +94,9 @@ def merge_kernel(
     to_dtype_relative,
     to_dtype_absolute,
     to_dtype_largest,
+    lost_mass,
     half_weight_rounding,
+    pages_per_row,
     pages_per_split,
     code_splits,
     KV_HEADS: tl.constexpr,
@@ -156,116 +134,128 @@ def merge_kernel(
     first_page = tl.maximum(oldest + 1, 0) // PAGE_SIZE
     first_split = first_page // pages_per_split
     end_split = tl.where(first_page < pages, tl.cdiv(pages, pages_per_split), first_split)
-    # Splits of code pages, and the exact tokens behind them.
-    splits = code_splits + 1
     row_block = row_head * scratch_blocks + query // ROWS
-    statistic_of_row = statistics_address(statistics, row_block, splits, query % ROWS, 0, ROWS)
-    plane = ROWS * splits
-    partial = accumulators + (row_block * splits * ROWS + query % ROWS) * HEAD_DIM
-    exact_statistic = statistic_of_row + code_splits
-    exact_maximum = tl.load(exact_statistic + _MAXIMUM * plane)
+    lane_of_row = query % ROWS
+    statistic = statistics + row_block * (code_splits + 1) * _STATISTICS * ROWS + lane_of_row
+    partial = accumulators + row_block * (code_splits + 1) * HEAD_DIM * ROWS + channel * ROWS + lane_of_row
 
-    # The split of the heaviest token: the first one whose maximum is the largest, the exact tokens before all others.
-    lane = tl.arange(0, BLOCK)
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    highest_split = tl.full([BLOCK], 2147483647, tl.int32)
-    for start in range(first_split // BLOCK * BLOCK, end_split, BLOCK):
-        split = start + lane
-        is_split = (split >= first_split) & (split < end_split)
-        here = tl.load(statistic_of_row + split + _MAXIMUM * plane, mask=is_split, other=float("-inf"))
-        highest_split = tl.where(here > highest, split, highest_split)
-        highest = tl.maximum(highest, here)
-    code_maximum = tl.max(highest, 0)
-    exact_is_heaviest = exact_maximum >= code_maximum
-    heaviest_split = tl.min(tl.where(highest == code_maximum, highest_split, 2147483647), 0)
-    heaviest_split = tl.where(exact_is_heaviest, code_splits, heaviest_split)
-    maximum = tl.maximum(exact_maximum, code_maximum)
-
+    exact_maximum = tl.load(statistic + code_splits * _STATISTICS * ROWS)
+    maximum = exact_maximum
+    for split in range(first_split, end_split):
+        maximum = tl.maximum(maximum, tl.load(statistic + split * _STATISTICS * ROWS))
     exact_share = tl.exp2(exact_maximum - maximum)
-    total = exact_share * tl.load(exact_statistic + _SUM * plane)
-    output = exact_share * tl.load(partial + code_splits * (ROWS * HEAD_DIM) + channel, mask=is_channel, other=0.0)
-    for start in range(first_split, end_split, _ACCUMULATOR_BLOCK):
-        split = start + tl.arange(0, _ACCUMULATOR_BLOCK)
-        is_split = split < end_split
-        share = tl.load(statistic_of_row + split + _MAXIMUM * plane, mask=is_split, other=float("-inf"))
-        share = tl.exp2(share - maximum)
-        total += tl.sum(share * tl.load(statistic_of_row + split + _SUM * plane, mask=is_split, other=0.0), 0)
-        parts = partial + split[:, None] * (ROWS * HEAD_DIM) + channel[None, :]
-        parts = tl.load(parts, mask=is_split[:, None] & is_channel[None, :], other=0.0)
-        output += tl.sum(share[:, None] * parts, 0)
+    total = exact_share * tl.load(statistic + (code_splits * _STATISTICS + 1) * ROWS)
+    output = exact_share * tl.load(partial + code_splits * HEAD_DIM * ROWS, mask=is_channel, other=0.0)
+    for split in range(first_split, end_split):
+        share = tl.exp2(tl.load(statistic + split * _STATISTICS * ROWS) - maximum)
+        total += share * tl.load(statistic + (split * _STATISTICS + 1) * ROWS)
+        output += share * tl.load(partial + split * HEAD_DIM * ROWS, mask=is_channel, other=0.0)
     output = output / total
     output_norm = tl.sqrt(tl.sum(output * output, 0))
     tl.store(out + target * HEAD_DIM + channel, round_to_dtype(output, out.dtype.element_ty), mask=is_channel)
     tl.store(lse + target, (maximum + tl.log2(total)) * LN_2)
 
-    # The exact tokens start every sum; lane 0 carries them.
-    scaled_q = (
-        q + row * q_stride_row + (head * GROUP + query % GROUP).to(tl.int64) * q_stride_head + token * q_stride_token
-    )
-    scaled_q = tl.load(scaled_q + channel, mask=is_channel, other=0.0).to(tl.float32) * scale_log2
-    # Asked of every channel, because a maximum drops a NaN.
-    q_is_finite = tl.min(is_finite(scaled_q).to(tl.int32), 0) > 0
-    q_norm = tl.sum(norm_of_query(scaled_q[:, None]), 0)
-    exact_radius = q_norm * tl.load(exact_statistic + _EXACT_KEY_NORM * plane) * exact_dot + score_steps
-    exact_radius += tl.load(exact_statistic + _SINK_ERROR * plane)
-    exact_radius = tl.where(is_finite(exact_radius), exact_radius, float("inf"))
-    exact_radius = tl.where(q_is_finite, exact_radius, float("inf"))
-    exact_norm = tl.load(exact_statistic + _NORM * plane)
-    exact_mass = exact_share * tl.load(exact_statistic + _SUM * plane) / total
-    whole = group_terms(exact_mass, exact_mass, exact_radius)
-    exact_top = tl.where(exact_is_heaviest, exact_share / total, 0.0)
-    less = rest_terms(exact_mass, exact_top, exact_radius, tl.where(exact_is_heaviest, lost_mass, 0.0))
-    grow = exponential_minus_one(exact_radius)
+    # The exact group starts every sum; lane 0 carries it.
+    lane = tl.arange(0, BLOCK)
     is_first = lane == 0
-    nothing = tl.zeros([BLOCK], tl.float32)
-    largest_radius = nothing + exact_radius
-    largest_norm = nothing + exact_norm
+    record = records + row_block * (pages_per_row + 1) * _RECORDS * ROWS + lane_of_row
+    exact_record = record + pages_per_row * _RECORDS * ROWS
+    exact_mass = exact_share * tl.load(exact_record + _RECORD_MASS * ROWS) / total
+    exact_radius = tl.load(exact_record + _RECORD_RADIUS * ROWS)
+    exact_top = exact_share / total
+    exact_norm = tl.load(exact_norms + row_block * ROWS + lane_of_row)
+
+    # The page that holds the heaviest token: the first one whose top is the largest.
+    heaviest_top = tl.full([BLOCK], float("-inf"), tl.float32)
+    heaviest_page = tl.full([BLOCK], pages_per_row, tl.int32)
+    for start in range(first_page // BLOCK * BLOCK, pages, BLOCK):
+        page = start + lane
+        source = tl.load(source_map + row_head * pages_per_row + page, mask=page < pages, other=0)
+        is_read = (page >= first_page) & (page < pages) & (source == _CODES)
+        top = tl.load(record + (page * _RECORDS + _RECORD_TOP) * ROWS, mask=is_read, other=float("-inf"))
+        heaviest_page = tl.where(top > heaviest_top, page, heaviest_page)
+        heaviest_top = tl.maximum(heaviest_top, top)
+    code_top = tl.max(heaviest_top, 0)
+    exact_is_heaviest = exact_maximum >= code_top
+    x_top = tl.exp2(tl.maximum(code_top, exact_maximum) - maximum) / total
+    heaviest_page = tl.min(tl.where(heaviest_top == code_top, heaviest_page, pages_per_row), 0)
+    heaviest = tl.where(exact_is_heaviest, pages_per_row, heaviest_page)
+
+    lost = tl.where(exact_is_heaviest, lost_mass * exact_mass, 0.0)
+    apart = tl.where(exact_is_heaviest, exact_top, 0.0)
+    exact_rest_high = tl.maximum(exact_mass - apart, 0.0) + lost
+    exact_rest_low = tl.maximum(exact_mass - apart - lost, 0.0)
+    grow = exponential_minus_one(exact_radius)
+    shrink = grow / (1.0 + grow)
+    gap = exponential_gap(exact_radius)
+    largest_radius = tl.where(is_first, exact_radius, 0.0)
     heaviest_radius = tl.where(is_first, tl.where(exact_is_heaviest, exact_radius, 0.0), 0.0)
-    excess = tl.where(is_first, whole[1], 0.0)
-    lower = tl.where(is_first, whole[2], 0.0)
-    pinsker = tl.where(is_first, whole[4], 0.0)
+    excess = tl.where(is_first, exact_mass * grow, 0.0)
+    lower = tl.where(is_first, exact_mass * (1.0 - shrink), 0.0)
+    pinsker = tl.where(is_first, exact_mass * gap, 0.0)
     spread = tl.where(is_first, exact_mass * grow * grow, 0.0)
     weighted = tl.where(is_first, exact_mass * grow * exact_norm, 0.0)
     square = tl.where(is_first, exact_mass * exact_norm * exact_norm, 0.0)
-    rest = tl.where(is_first, less[0], 0.0)
-    rest_excess = tl.where(is_first, less[1], 0.0)
-    rest_lower = tl.where(is_first, less[2], 0.0)
-    rest_shrink = tl.where(is_first, less[3], 0.0)
-    rest_pinsker = tl.where(is_first, less[4], 0.0)
-    code_tokens, code_mass, code_norm, value_error = nothing, nothing, nothing, nothing
-    for start in range(first_split // BLOCK * BLOCK, end_split, BLOCK):
-        split = start + lane
-        is_split = (split >= first_split) & (split < end_split)
-        is_heaviest = split == heaviest_split
-        statistic = statistic_of_row + split
-        share = tl.load(statistic + _MAXIMUM * plane, mask=is_split, other=float("-inf"))
-        share = tl.exp2(share - maximum) / total
-        largest_radius = tl.maximum(largest_radius, tl.load(statistic + _RADIUS * plane, mask=is_split, other=0.0))
-        largest_norm = tl.maximum(largest_norm, tl.load(statistic + _NORM * plane, mask=is_split, other=0.0))
-        code_tokens += tl.load(statistic + _CODE_TOKENS * plane, mask=is_split, other=0.0)
-        value_error += _weighted(statistic, plane, share, is_split, _SCALED_ERROR)
-        code_mass += _weighted(statistic, plane, share, is_split, _CODE_MASS)
-        code_norm += _weighted(statistic, plane, share, is_split, _CODE_NORM)
-        square += _weighted(statistic, plane, share, is_split, _SQUARED_NORM)
-        excess += _weighted(statistic, plane, share, is_split, _EXCESS)
-        lower += _weighted(statistic, plane, share, is_split, _LOWER)
-        pinsker += _weighted(statistic, plane, share, is_split, _PINSKER)
-        spread += _weighted(statistic, plane, share, is_split, _SPREAD)
-        weighted += _weighted(statistic, plane, share, is_split, _WEIGHTED)
-        heaviest_radius += tl.load(statistic + _HEAVIEST_RADIUS * plane, mask=is_split & is_heaviest, other=0.0)
-        # The splits that do not hold the heaviest token have nothing to leave out.
-        without = statistic + is_heaviest.to(tl.int32) * ((_REST - _MASS_SUM) * plane)
-        rest += _weighted(without, plane, share, is_split, _MASS_SUM)
-        rest_excess += _weighted(without, plane, share, is_split, _EXCESS)
-        rest_lower += _weighted(without, plane, share, is_split, _LOWER)
-        rest_shrink += _weighted(without, plane, share, is_split, _SHRINK)
-        rest_pinsker += _weighted(without, plane, share, is_split, _PINSKER)
+    largest_norm = tl.where(is_first, exact_norm, 0.0)
+    rest = tl.where(is_first, exact_rest_high, 0.0)
+    rest_excess = tl.where(is_first, exact_rest_high * grow, 0.0)
+    rest_shrink = tl.where(is_first, exact_rest_high * shrink, 0.0)
+    rest_pinsker = tl.where(is_first, exact_rest_high * gap, 0.0)
+    rest_lower = tl.where(is_first, exact_rest_low * (1.0 - shrink), 0.0)
+    code_mass = tl.zeros([BLOCK], tl.float32)
+    code_norm = tl.zeros([BLOCK], tl.float32)
+    value_error = tl.zeros([BLOCK], tl.float32)
+    code_tokens = tl.zeros([BLOCK], tl.int32)
+    for start in range(first_page // BLOCK * BLOCK, pages, BLOCK):
+        page = start + lane
+        source = tl.load(source_map + row_head * pages_per_row + page, mask=page < pages, other=0)
+        is_read = (page >= first_page) & (page < pages) & (source == _CODES)
+        reference = tl.load(record + (page * _RECORDS + _RECORD_REFERENCE) * ROWS, mask=is_read, other=float("-inf"))
+        share = tl.exp2(reference - maximum) / total
+        mass = share * tl.load(record + (page * _RECORDS + _RECORD_MASS) * ROWS, mask=is_read, other=0.0)
+        scaled_mass = share * tl.load(record + (page * _RECORDS + _RECORD_SCALED_MASS) * ROWS, mask=is_read, other=0.0)
+        radius = tl.load(record + (page * _RECORDS + _RECORD_RADIUS) * ROWS, mask=is_read, other=0.0)
+        physical = tl.load(page_table + row * pages_per_row + page, mask=is_read, other=0).to(tl.int64)
+        notes = page_notes + (physical * KV_HEADS + head) * _NOTES
+        norm = tl.load(notes + _VALUE_NORM, mask=is_read, other=0.0)
+        note = tl.load(notes + _VALUE_ERROR, mask=is_read, other=0.0)
+
+        is_heaviest = page == heaviest
+        lost_here = tl.where(is_heaviest, lost_mass * mass, 0.0)
+        apart_here = tl.where(is_heaviest, x_top, 0.0)
+        rest_high = tl.maximum(mass - apart_here, 0.0) + lost_here
+        rest_low = tl.maximum(mass - apart_here - lost_here, 0.0)
+        grow_here = exponential_minus_one(radius)
+        shrink_here = grow_here / (1.0 + grow_here)
+        gap_here = exponential_gap(radius)
+
+        largest_radius = tl.where(radius <= largest_radius, largest_radius, radius)
+        heaviest_radius = tl.where(is_heaviest, radius, heaviest_radius)
+        excess += mass * grow_here
+        lower += mass * (1.0 - shrink_here)
+        pinsker += mass * gap_here
+        spread += mass * grow_here * grow_here
+        weighted += mass * grow_here * norm
+        square += mass * norm * norm
+        largest_norm = tl.maximum(largest_norm, norm)
+        rest += rest_high
+        rest_excess += rest_high * grow_here
+        rest_shrink += rest_high * shrink_here
+        rest_pinsker += rest_high * gap_here
+        rest_lower += rest_low * (1.0 - shrink_here)
+        code_mass += mass
+        code_norm += mass * norm
+        value_error += scaled_mass * note
+        in_page = (page + 1) * PAGE_SIZE - tl.maximum(oldest + 1, page * PAGE_SIZE)
+        code_tokens += tl.where(is_read, in_page, 0)
 
     up = 1.0 + sum_relative
     down = 1.0 - sum_relative
+    # NaN must survive as "no guarantee"; a maximum over lanes would drop it.
+    guaranteed = tl.min((largest_radius <= _RADIUS_LIMIT).to(tl.int32), 0) > 0
+    # So must a NaN among the weights, which the minimum of the bounds passes over.
+    guaranteed = guaranteed & is_finite(total)
     c_max = tl.max(largest_radius, 0)
-    # A NaN among the weights would pass by the bounds that do not use it.
-    guaranteed = (c_max <= _RADIUS_LIMIT) & is_finite(total)
     e_plus = tl.sum(excess, 0) * up + _GAP
     e_plus = e_plus + _ABSOLUTE * (1.0 + e_plus)
     a_minus = tl.maximum(tl.sum(lower, 0) * down - _ABSOLUTE, 0.0)
@@ -274,8 +264,7 @@ def merge_kernel(
     tv = _smaller(tanh, _ratio(e_plus, a_minus))
     tv = _smaller(tv, tl.sqrt((tl.sum(pinsker, 0) * up + _GAP) * 0.5))
 
-    # The heaviest token has weight 1.
-    x = tl.minimum(up / total, 1.0)
+    x = tl.minimum(x_top * up, 1.0)
     c_heaviest = tl.max(heaviest_radius, 0)
     y = tl.minimum(tl.sum(rest, 0) * up + _GAP, 1.0)
     rest_plus = tl.sum(rest_excess, 0) * up + _GAP
@@ -319,6 +308,6 @@ def merge_kernel(
     tl.store(fields + _KEY_ERROR, tl.where(guaranteed, tl.maximum(bound - e_val, 0.0), infinity))
     tl.store(fields + _E_VAL, e_val)
     tl.store(fields + _LARGEST_RADIUS, c_max)
-    tl.store(fields + _CERTIFICATE_MASS, mass_as_codes)
-    tl.store(fields + _CERTIFICATE_TOKENS, codes_read)
-    tl.store(fields + _TOKENS, codes_read + (position + 1 - exact_from).to(tl.float32))
+    tl.store(fields + _CODE_MASS, mass_as_codes)
+    tl.store(fields + _CODE_TOKENS, codes_read.to(tl.float32))
+    tl.store(fields + _TOKENS, (codes_read + position + 1 - exact_from).to(tl.float32))
