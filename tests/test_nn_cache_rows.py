@@ -338,6 +338,32 @@ def test_a_forgotten_nan_leaves_no_trace_in_a_dense_layer(forget):
     assert found.isfinite().all()
 
 
+def test_a_nan_of_a_failed_forward_leaves_no_trace_in_a_dense_layer():
+    model = tiny_model(layers=2)
+    torch_witcert.convert(model, FORMATS["int8"], filter_fn=lambda _, name: "1" in name, strict=False)
+    cache, clean = (torch_witcert.CertifiedCache(model, 96) for _ in range(2))
+    for each in (cache, clean):
+        forward(model, prompt(40), each)
+
+    def poison(_, __, out):
+        return torch.full_like(out, float("nan"))
+
+    def stop(*_):
+        raise InterruptedError
+
+    handles = (
+        model.model.layers[0].self_attn.v_proj.register_forward_hook(poison),
+        model.model.layers[1].register_forward_pre_hook(stop),
+    )
+    with pytest.raises(InterruptedError):
+        forward(model, prompt(6, seed=3), cache)
+    for handle in handles:
+        handle.remove()
+    found, expected = (forward(model, prompt(1, seed=4), each) for each in (cache, clean))
+    assert found.isfinite().all()
+    assert torch.equal(found, expected)
+
+
 # --- sliding windows -----------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import torch
 from nn_copies import CASES, DITHERED, INDICES, assert_same, contents, filled, model_of
 from nn_models import RECIPE, converted, forward, prompt, tiny_model
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 import torch_witcert
 from torch_witcert.nn import export
@@ -272,6 +272,7 @@ def test_a_field_that_a_recipe_has_gained_since_has_its_default(saved, tmp_path)
         (lambda file: b"no tensors at all", ValueError),
         (lambda file: file.replace(export.ENTRY.encode(), export.ENTRY.swapcase().encode(), 1), ValueError),
         (lambda file: file.replace(b'{\\"format_version\\"', b'[\\"format_version\\"', 1), ValueError),
+        (lambda file: save({}, {export.ENTRY: "[" * 100_000}), ValueError),
     ],
 )
 def test_a_damaged_file_is_refused(damage, error, saved, tmp_path):

@@ -299,6 +299,15 @@ def test_refused_as_an_assistant():
         tiny_model().generate(prompt(40), max_new_tokens=8, pad_token_id=0, assistant_model=converted())
 
 
+def test_drafts_by_early_exit_are_refused_before_the_model_is_shortened():
+    model, ids = converted(), prompt(40)
+    expected = greedy(model, ids, 8)
+    with pytest.raises(NotImplementedError, match="assistant_early_exit=1"):
+        greedy(model, ids, 8, assistant_early_exit=1)
+    assert model.config.num_hidden_layers == len(model.model.layers)
+    assert torch.equal(greedy(model, ids, 8), expected)
+
+
 def test_beams_without_a_cache_work():
     model, ids = converted(), prompt(20)
     options = {"max_new_tokens": 4, "num_beams": 2, "use_cache": False, "pad_token_id": 0, "do_sample": False}

@@ -55,6 +55,8 @@ class DenseLayer(RaggedLayer):
         index = slot[:, None, :, None].expand(k.shape)
         self.dense_keys.scatter_(2, index, k)
         self.dense_values.scatter_(2, index, v)
+        # What a forward that failed half-way wrote behind them, a NaN perhaps, was never stored.
+        self.forget_beyond(state.lengths + plan.counts)
         if plan.prefill:
             out, _ = prefill_attention(q, k, v, plan.positions, plan.ragged, scores)
         else:

@@ -151,7 +151,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             description = json.loads((file.metadata() or {})[ENTRY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
         version = description["format_version"]
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except (SafetensorError, KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{path} is no complete file of CertifiedCache.save() ({type(error).__name__}: {error})"
         ) from error

@@ -58,8 +58,8 @@ class CachePreparation:
         Raises:
             ValueError: `cache_implementation` is given, drafts are longer than a page, or the cache passed is foreign, too small, or
                 holds other tokens than the prompt and its mask say.
-            NotImplementedError: another generation mode than those of SUPPORTED_MODES, drafts on a cache that holds tokens, or the
-                model is an assistant.
+            NotImplementedError: another generation mode than those of SUPPORTED_MODES, drafts on a cache that holds tokens or by early
+                exit, or the model is an assistant.
         """
         prepare = type(self.model)._prepare_cache_for_generation
         passed = model_kwargs.get(CACHE_ARGUMENT)
@@ -85,6 +85,12 @@ class CachePreparation:
             raise NotImplementedError(
                 "being the assistant of assisted generation is not supported with a CertifiedCache: drafts are made by one generate() "
                 "after the other on a cache whose final length none of them knows; use an assistant that is not converted"
+            )
+        # transformers shortens the model's config for such a draft, and leaves it so when the draft is refused.
+        if generation_config.assistant_early_exit is not None:
+            raise NotImplementedError(
+                f"assistant_early_exit={generation_config.assistant_early_exit!r} is not supported with a CertifiedCache, which is "
+                "filled by all layers: leave it out, or draft by prompt lookup or an assistant that is not converted"
             )
         lookup = generation_config.prompt_lookup_num_tokens
         if lookup is not None and lookup > self.config.page_size:
