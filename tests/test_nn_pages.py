@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import sys
 from collections import Counter
@@ -285,10 +286,12 @@ def test_requests_leave_no_memory_behind():
     assert [group.on_demand for group in cache.state.groups.values()] == [True, True]
     service, nbytes = Service(cache, heads=2), cache.nbytes()
     service.serve(80)
-    before = allocated()
-    service.serve(REQUESTS)
-    objects, blocks = (b - a for a, b in zip(before, allocated(), strict=True))
-    # Torch and Python keep some memory for reuse, which does not grow with the requests.
-    assert objects < REQUESTS / 10
-    assert blocks < REQUESTS / 2
+    counts = [allocated()]
+    for _ in range(8):
+        service.serve(REQUESTS // 4)
+        counts.append(allocated())
+    # Torch and Python keep some memory for reuse: that grows now and then. What requests leave behind grows every time.
+    objects, blocks = (min(b - a for a, b in itertools.pairwise(found)) for found in zip(*counts, strict=True))
+    assert objects < REQUESTS / 40
+    assert blocks < REQUESTS / 8
     assert cache.nbytes() == nbytes
