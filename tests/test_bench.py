@@ -346,7 +346,7 @@ def test_commands_have_help(command, argument, capsys):
     [
         (["attention", "--shapes", "S9"], "invalid choice: 'S9'"),
         (["attention", "--formats", "int9"], "must be the name of a StoreFormat"),
-        (["attention", "--formats", "fp8/token/0/none+int8/none"], "fp8 keys are supported with scaling 'symmetric'"),
+        (["attention", "--formats", "fp8/token/0/none+int8/none"], "'fp8' is supported with key scaling 'symmetric'"),
         (["attention", "--rounds", "0"], "must be a whole number of at least 1, got '0'"),
         (["scaling", "--cached-tokens", "4"], "must be a whole number of at least 5, got '4'"),
     ],

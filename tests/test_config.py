@@ -173,12 +173,12 @@ def test_radii_are_a_name():
     [
         (CertifiedInt8Config, {"radii": "probabilistic"}, "probabilistic radii need dithered keys"),
         (CertifiedInt8Config, {"radii": "step+probabilistic"}, "probabilistic radii need dithered keys"),
-        (CertifiedInt8Config, {"key_element": "fp8"}, "fp8 keys are supported with scaling 'symmetric'"),
-        (CertifiedInt8Config, {"key_element": "fp8", "key_scaling": "token"}, "got 'token'"),
+        (CertifiedInt8Config, {"key_element": "fp8"}, "'fp8' is supported with key scaling 'symmetric'"),
+        (CertifiedInt8Config, {"key_element": "fp8", "key_scaling": "token"}, "got key scaling 'token'"),
         (
             WitCertConfig,
             {"key_element": "fp8", "key_scaling": "symmetric"},
-            "dither 'none', got 'symmetric' and 'stream'",
+            "without dither, got key scaling 'symmetric' and dither 'stream'",
         ),
         (WitCertConfig, {"value_element": "int4"}, "dithered values must be int8, got 'int4'"),
         (WitCertConfig, {"value_element": "exact"}, "dithered values must be int8, got 'exact'"),

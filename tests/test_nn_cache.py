@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -96,6 +97,12 @@ def test_wrong_size(name, value):
     sizes = {"max_length": 64, "batch_size": 1, name: value}
     with pytest.raises(ValueError, match=f"{name} must be a positive int, got {value}"):
         torch_witcert.CertifiedCache(converted(), **sizes)
+
+
+def test_a_pool_that_no_layer_would_use():
+    model = converted("mistral", window=40)
+    with pytest.raises(ValueError, match="num_pages is the pool of layers without a sliding window, got 4"):
+        torch_witcert.CertifiedCache(model, 64, num_pages=4)
 
 
 def test_needs_a_converted_model():
@@ -314,8 +321,21 @@ def test_a_failed_forward_is_as_if_it_had_not_been(new_tokens):
     assert int(cache.lengths) == int(cache.get_seq_length()) == 70
     for seed in range(3):
         expected = forward(model, prompt(new_tokens, seed=seed), undisturbed)
-        assert torch.equal(forward(model, prompt(new_tokens, seed=seed), cache), expected)
+        warned = nullcontext() if seed else pytest.warns(match=f"Its {new_tokens} columns are not in the cache")
+        with warned:
+            assert torch.equal(forward(model, prompt(new_tokens, seed=seed), cache), expected)
     assert torch.equal(torch_witcert.certificates(cache).tv, torch_witcert.certificates(undisturbed).tv)
+
+
+def test_a_model_that_lost_its_last_layers_is_told():
+    """Such a forward ends as quietly as a complete one, but its tokens never become part of the cache."""
+    model = converted(layers=3)
+    cache = filled(model, 70, 128)
+    model.model.layers = model.model.layers[:2]
+    forward(model, prompt(1), cache)
+    with pytest.warns(match="did not reach the last of the CertifiedCache's 3 layers: .* fewer layers"):
+        forward(model, prompt(1), cache)
+    assert int(cache.lengths) == 70
 
 
 def test_a_failed_long_chunk_leaves_a_cache_that_says_so():
@@ -382,7 +402,7 @@ def test_wrong_use_is_refused_and_the_cache_unchanged():
     cache = filled(model)
     expected_next = filled(model)
     refuse(model, cache, "gradients.*torch.no_grad", grad=True)
-    refuse(model, cache, "batch size 1, got 2", ids=prompt(1, 2))
+    refuse(model, cache, "batch_size 1, got 2", ids=prompt(1, 2))
     refuse(model, cache, "output_attentions", output_attentions=True)
     refuse(model, cache, "is_causal=False", is_causal=False)
     refuse(

@@ -202,7 +202,7 @@ def test_crop_of_ragged_rows_is_all_or_nothing():
             lambda c: c.crop(-60),
             r"is not possible for row \d, which holds \d+ tokens: it can be cropped to 0, or to a length from \d+ on",
         ),
-        (lambda c: c.early_initialization(2, 2, 64, torch.float32, "cpu"), "batch_size 3"),
+        (lambda c: c.early_initialization(2, 2, 64, torch.float32, "cpu"), "made for, 3 and torch.float32, got 2 and"),
     ],
 )
 def test_a_refusal_changes_nothing(act, match, recipe):

@@ -37,7 +37,7 @@ from torch_witcert.nn import export
             lambda: converted(dtype=torch.bfloat16),
             r"layers\.0\.shape\.dtype: expected 'torch.bfloat16', found 'torch.float32'",
         ),
-        (lambda: converted("qwen3"), r"model\.config: expected 'Qwen3Config', found 'LlamaConfig'$"),
+        (lambda: converted("qwen3"), r"model\.config: expected 'Qwen3Config', found 'LlamaConfig'; model"),
         (
             lambda: converted(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
             r"model\.rope_parameters\.rope_theta: expected 500000\.0, found 10000\.0$",
@@ -48,6 +48,7 @@ from torch_witcert.nn import export
             ),
             r"layers\.1\.kind: expected 'dense', found 'certified'; layers\.1\.shape\.pool_pages",
         ),
+        (lambda: converted(rms_norm_eps=1e-5), r"model\.rms_norm_eps: expected 1e-05, found 1e-06$"),
         (tiny_model, r"is not converted"),
     ],
 )
@@ -288,6 +289,14 @@ def test_a_file_that_is_not_there(tmp_path):
         torch_witcert.CertifiedCache.load(tmp_path / "cache", converted())
     with pytest.raises(FileNotFoundError):
         filled(converted()).save(tmp_path / "folder" / "cache")
+
+
+def test_a_path_is_a_path():
+    model = converted()
+    with pytest.raises(TypeError, match="path must be a str or os.PathLike, got NoneType"):
+        filled(model).save(None)
+    with pytest.raises(TypeError, match="path must be a str or os.PathLike, got int"):
+        torch_witcert.CertifiedCache.load(3, model)
 
 
 # --- writing -------------------------------------------------------------------------------------------------------------

@@ -282,6 +282,36 @@ def test_a_prompt_that_does_not_go_on_from_the_cache_is_refused(prepare, columns
     assert all(map(torch.equal, before, cache.tensors()))
 
 
+@pytest.mark.parametrize(
+    ("family", "window", "zeros", "refused"),
+    [
+        ("mistral", 100, slice(60, 70), False),  # 100 columns at the end: the window never leaves a token
+        ("mistral", 99, slice(60, 70), True),
+        ("mistral", 80, slice(0, 20), False),  # padded on the left: 80 columns of the row's own
+        ("mistral", 40, slice(0, 20), False),
+        ("mistral", 40, slice(80, 90), True),  # padded on the right: what is generated comes after it
+        ("qwen2", 40, slice(60, 70), True),  # one layer of two has a window
+        ("llama", None, slice(60, 70), False),
+    ],
+)
+@pytest.mark.parametrize("passed", [False, True])
+def test_padding_between_tokens_that_a_window_would_count_is_refused(family, window, zeros, refused, passed):
+    """transformers counts it, the certified cache does not: the tokens agree, or the call is refused before any work."""
+    options = {"window": window} if window else {}
+    model, dense = converted(family, **options), tiny_model(family, **options)
+    mask, ids = _ones(2, 90, ((1, zeros),)), prompt(90, batch=2)
+    given = {CACHE_ARGUMENT: torch_witcert.CertifiedCache(model, 128, 2)} if passed else {}
+    generate = partial(greedy, ids=ids, new_tokens=11, attention_mask=mask)
+    if refused:
+        forwards = []
+        model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+        with pytest.raises(NotImplementedError, match="attention_mask has padding between real tokens in row 1"):
+            generate(model, **given)
+        assert not forwards
+    else:
+        assert torch.equal(generate(model, **given), generate(dense))
+
+
 def test_the_new_turn_alone_with_the_mask_of_all_columns():
     """transformers takes the new tokens alone as well, if the mask covers the cached columns too."""
     model, ids = converted(), prompt(120, batch=2)

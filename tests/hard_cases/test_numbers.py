@@ -254,7 +254,7 @@ def test_h7_scale_groups_in_a_tile(page_size, head_dim, store_format):
         (lambda: KeyFormat("int3"), ValueError, "key element must be one of .*'int3'"),
         (lambda: KeyFormat("int8", "group"), ValueError, "key scaling must be one of .*'group'"),
         (lambda: ValueFormat("int6"), ValueError, "value element must be one of .*'int6'"),
-        (lambda: KeyFormat("fp8", "token"), NotImplementedError, "fp8 keys are supported with scaling 'symmetric'"),
+        (lambda: KeyFormat("fp8", "token"), NotImplementedError, "'fp8' is supported with key scaling 'symmetric'"),
         (lambda: StoreShape(1, 1, 1, 24, 64, torch.float32), ValueError, "page_size must be one of .*24"),
         (lambda: StoreShape(1, 1, 1, 16, 80, torch.float32, TOKEN), NotImplementedError, "multiple of 32, got 80"),
         (lambda: CertifiedInt8Config(key_element="int2"), ValueError, "key_element must be one of .*'int2'"),

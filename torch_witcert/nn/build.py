@@ -41,6 +41,10 @@ def build_layers(
         check_positive("num_pages", num_pages)
     certified = _certified_indices(modules)
     windows = {index: window_of(modules[index]) for index in certified}
+    if num_pages is not None and 0 not in windows.values():
+        raise ValueError(
+            f"num_pages is the pool of layers without a sliding window, got {num_pages}, but every certified layer has one: leave it out"
+        )
     shapes = [
         StoreShape(
             batch_size=batch_size,

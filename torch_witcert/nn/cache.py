@@ -324,7 +324,8 @@ class CertifiedCache(Cache):
             row = int(possible.int().argmin())
             raise ValueError(
                 f"tokens_to_remove={tokens_to_remove} is not possible for row {row}, which holds {int(state.lengths[row])} tokens: it can "
-                f"be cropped to 0, or to a length from {int(oldest[row])} on, where its exact tail begins. Nothing was changed"
+                f"be cropped to 0, or to a length from {int(oldest[row])} on, where its exact tail begins (drafts, such as an assistant's "
+                f"num_assistant_tokens, may be at most the page size {state.page_size}). Nothing was changed"
             )
         if tokens_to_remove < -int(state.column_count):
             raise ValueError(
@@ -367,7 +368,8 @@ class CertifiedCache(Cache):
         """
         if (batch_size, dtype) != (self.batch_size, self.dtype):
             raise ValueError(
-                f"the CertifiedCache was made for batch_size {self.batch_size} and {self.dtype}, got {batch_size} and {dtype}"
+                f"batch_size and dtype must be those that the CertifiedCache was made for, {self.batch_size} and {self.dtype}, got "
+                f"{batch_size} and {dtype}"
             )
 
     def _forget_beyond(self) -> None:

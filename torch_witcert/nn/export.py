@@ -46,6 +46,18 @@ CONFIG_NAMES = (
     "num_key_value_heads",
     "head_dim",
     "rope_parameters",
+    "intermediate_size",
+    "hidden_act",
+    "hidden_activation",
+    "rms_norm_eps",
+    "attention_bias",
+    "mlp_bias",
+    "attn_logit_softcapping",
+    "query_pre_attn_scalar",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "swiglu_alpha",
+    "swiglu_limit",
 )
 MOST_DIFFERENCES = 8
 
@@ -59,7 +71,7 @@ def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
 def save_cache(cache: CertifiedCache, path: str | os.PathLike) -> None:
     """See :meth:`CertifiedCache.save`."""
-    state, path = cache.state, Path(path)
+    state, path = cache.state, _as_path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"path must be in a folder that exists, got {path}")
     tensors = cache.named_tensors() | {"peak": state.settled_peak()}
@@ -84,9 +96,10 @@ def save_cache(cache: CertifiedCache, path: str | os.PathLike) -> None:
 def load_cache(cls: type[CertifiedCache], path: str | os.PathLike, model: PreTrainedModel) -> CertifiedCache:
     """See :meth:`CertifiedCache.load`."""
     modules, config = converted_modules(model)
-    found, tensors = _read(Path(path))
+    path = _as_path(path)
+    found, tensors = _read(path)
     try:
-        sizes = _sizes(found, Path(path).stat().st_size)
+        sizes = _sizes(found, path.stat().st_size)
         layout = build_layers(modules, config, *sizes[:2], model.dtype, torch.device("meta"), num_pages=sizes[2])
         _check_same(_description(*layout, config, model_fingerprint(model)), found)
         _check_shapes(named_tensors_of(*layout), tensors)
@@ -161,6 +174,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             f"{FORMAT_VERSION}, the only one that torch_witcert {__version__} reads"
         )
     return description, tensors
+
+
+def _as_path(path: str | os.PathLike) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a str or os.PathLike, got {type(path).__name__}")
+    return Path(path)
 
 
 def _sizes(found: dict[str, Any], nbytes: int) -> tuple[int, int, int | None]:

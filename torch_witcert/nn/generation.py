@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..config import Recipe
 from .cache import CertifiedCache
 from .compatibility import CACHE_ARGUMENT
-from .supported import check_pretrained
+from .supported import attention_modules, check_pretrained, window_of
 
 SUPPORTED_MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -59,7 +59,7 @@ class CachePreparation:
             ValueError: `cache_implementation` is given, drafts are longer than a page, or the cache passed is foreign, too small, or
                 holds other tokens than the prompt and its mask say.
             NotImplementedError: another generation mode than those of SUPPORTED_MODES, drafts on a cache that holds tokens or by early
-                exit, or the model is an assistant.
+                exit, the model is an assistant, or padding between a row's tokens where a sliding window would count it.
         """
         prepare = type(self.model)._prepare_cache_for_generation
         passed = model_kwargs.get(CACHE_ARGUMENT)
@@ -98,9 +98,10 @@ class CachePreparation:
                 f"prompt_lookup_num_tokens must be at most the page size {self.config.page_size}, got {lookup}: the exact tail of a "
                 "CertifiedCache takes back that many drafted tokens for certain; convert with a larger page_size, or draft fewer"
             )
+        mask = model_kwargs.get("attention_mask")
+        _check_windows(self.model, mask, max_cache_length)
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         if passed is not None:
-            mask = model_kwargs.get("attention_mask")
             self._check_passed(passed, rows, max_cache_length, mask, generation_mode)
             # transformers drops a mask of ones, and notes its width.
             width = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
@@ -198,6 +199,30 @@ def _check_prompt(cache: CertifiedCache, mask: torch.Tensor | None, width: int) 
             f"holds {int(held[row])} tokens of it. A column keeps what it was fed with: generate() feeds finished rows padding that "
             "counts as real, and a row that was released or has run full holds less. Pass the mask that the columns had, or reset() the "
             "cache and pass the whole prompt"
+        )
+
+
+def _check_windows(model: PreTrainedModel, mask: torch.Tensor | None, columns: int) -> None:
+    """Refuse padding between a row's real tokens where transformers' sliding window, which counts columns, would hold it.
+
+    Args:
+        mask: [B, width] over cached and new columns; None where all are real.
+        columns: at the end of generation.
+    """
+    windows = [window for _, module in attention_modules(model) if (window := window_of(module))]
+    if mask is None or mask.ndim != 2 or not windows:
+        return
+    real = mask != 0
+    started = real.cumsum(1) > 0
+    first = (~started).sum(1)
+    # What is generated comes after the last column, so padding there lies between tokens as well.
+    holes = (started & ~real).any(1) & (columns - first > min(windows))
+    if bool(holes.any()):
+        raise NotImplementedError(
+            f"attention_mask has padding between real tokens in row {int(holes.int().argmax())}, which is not supported with sliding "
+            f"windows (the smallest is {min(windows)} tokens; this call may reach {columns} columns): transformers' windows count such "
+            "padding, those of a CertifiedCache count the row's own tokens. Pad on the left of the whole conversation and pass it in "
+            "one call, or give each conversation its own cache"
         )
 
 

@@ -133,7 +133,7 @@ class RaggedLayer(CacheLayerMixin):
             batch, heads, _, dim = states.shape
             found = (batch, heads, dim, states.dtype, states.device)
             if found != made_for:
-                names = ("batch size", "KV heads", "head dim", "dtype", "device")
+                names = ("batch_size", "KV heads", "head dim", "dtype", "device")
                 wrong = [f"{n} {m}, got {f}" for n, m, f in zip(names, made_for, found, strict=True) if m != f]
                 advice = "make one for this model and batch"
                 if found[:3] == made_for[:3] and states.dtype != shape.dtype:

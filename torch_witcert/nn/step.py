@@ -6,6 +6,7 @@ advances the lengths. Until then nothing that a reader looks at has changed, so 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -242,9 +243,17 @@ class CacheState:
 
     def settle(self) -> None:
         """Take note of what a forward that failed half-way has overwritten; errors of :meth:`settled_peak`."""
-        if self.plan is not None:
-            self.peak.copy_(self.settled_peak())
-            self.plan = None
+        if self.plan is None:
+            return
+        self.peak.copy_(self.settled_peak())
+        if not torch.compiler.is_compiling():
+            # An exception has told of it already; a model that lost its last layers ends as quietly as a complete one.
+            warnings.warn(
+                f"the last forward did not reach the last of the CertifiedCache's {self.num_layers} layers: it failed, or the model "
+                f"has fewer layers than when the cache was made. Its {self.plan.new_tokens} columns are not in the cache",
+                stacklevel=2,
+            )
+        self.plan = None
 
     def settled_peak(self) -> torch.Tensor:
         """`peak`, int32 [B], once a forward that failed half-way is given up; in place of nothing.

@@ -100,7 +100,8 @@ class KeyFormat:
             raise ValueError(f"outlier_pairs must be an int in [0, {MOST_OUTLIER_PAIRS}], got {pairs!r}")
         if self.element == "fp8" and (self.scaling != "symmetric" or self.dither != "none"):
             raise NotImplementedError(
-                f"fp8 keys are supported with scaling 'symmetric' and dither 'none', got {self.scaling!r} and {self.dither!r}"
+                f"key element 'fp8' is supported with key scaling 'symmetric' and without dither, got key scaling {self.scaling!r} and "
+                f"dither {self.dither!r}"
             )
 
     @property
