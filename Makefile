@@ -32,7 +32,7 @@ endif
 
 # Two workers share two cores: one thread each. WORKERS=0 needs no pytest-xdist.
 WORKERS ?= 2
-TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) $(PYTEST_ARGS)
+TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist worksteal) $(PYTEST_ARGS)
 
 .PHONY: demo test test-main test-kernels test-gpu lint setup clean
 
