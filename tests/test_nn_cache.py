@@ -397,6 +397,29 @@ def refuse(model, cache, match, ids=None, **options):
     assert_unchanged(cache, before)
 
 
+@pytest.mark.parametrize(("family", "options"), [("llama", {}), ("qwen2", {"window": 40}), ("mistral", {"window": 40})])
+@pytest.mark.parametrize("new_tokens", [1, 5])
+def test_a_mask_that_hides_cached_tokens_is_refused(family, options, new_tokens):
+    model = converted(family, **options)
+    cache = torch_witcert.CertifiedCache(model, 128, 2)
+    held = torch.ones(2, 70, dtype=torch.long)
+    held[1, :10] = 0
+    forward(model, prompt(70, 2), cache, attention_mask=held)
+    mask = torch.nn.functional.pad(held, (0, new_tokens), value=1)
+    hiding = mask.clone()
+    hiding[1, 30:33] = 0
+    refuse(
+        model,
+        cache,
+        "attention_mask marks 57 of the 70 cached columns of row 1 as real, but the CertifiedCache holds 60 tokens",
+        ids=prompt(new_tokens, 2),
+        attention_mask=hiding,
+    )
+    # More than a row holds is no lie about what is read: a released row keeps its columns.
+    forward(model, prompt(new_tokens, 2), cache, attention_mask=torch.ones_like(mask))
+    assert cache.lengths.tolist() == [70 + new_tokens, 60 + new_tokens]
+
+
 def test_wrong_use_is_refused_and_the_cache_unchanged():
     model = converted()
     cache = filled(model)

@@ -16,7 +16,7 @@ from ..ops.storage import POOL_PARTS, StoreShape
 from ..policy.counters import summarize_prefill, tensor_attributes
 from ..policy.outliers import choose_outlier_channels, outlier_channels_of
 from .exact import Scores, prefill_attention
-from .masks import may_synchronize
+from .masks import HeldTokens, may_synchronize
 from .pages import PageGroup
 from .step import CacheState, StepPlan
 
@@ -148,7 +148,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """No key takes part in the mask: see :mod:`.masks`."""
-        return 0, 0
+        return 0, 0 if torch.compiler.is_compiling() else HeldTokens(self.state.lengths)
 
     def get_seq_length(self) -> torch.Tensor:
         """Columns that the cache has seen, padding included: a 0-d tensor that advances in place."""

@@ -3,10 +3,12 @@
 Hugging Face builds a mask of queries x cached columns for every forward. A `CertifiedCache` keeps each row's own length, so
 all it must know is which of the NEW columns are real. Its layers report a mask size of 0, and the mask function registered
 here answers that with bool [B, 1, 1, T], gathered at the cache's column count, or None where every column is real.
-Columns that are already cached are not looked at again.
+Columns that are already cached cannot be hidden: a mask that tries to is refused where the host may look.
 """
 
 from __future__ import annotations
+
+from typing import Self
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -19,12 +21,23 @@ def may_synchronize(tensor: torch.Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+class HeldTokens(int):
+    """The mask offset 0 of a cache's layer, with the cache's row lengths (int32 [B]) for :func:`new_column_validity`."""
+
+    lengths: torch.Tensor
+
+    def __new__(cls, lengths: torch.Tensor) -> Self:
+        offset = super().__new__(cls, 0)
+        offset.lengths = lengths
+        return offset
+
+
 def new_column_validity(
     batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: torch.Tensor | int = 0,
-    kv_offset: int = 0,
+    kv_offset: HeldTokens | int = 0,
     mask_function=causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
@@ -38,7 +51,7 @@ def new_column_validity(
         are and T > 1. For everything else what `sdpa_mask` returns.
 
     Raises:
-        ValueError: the attention mask does not cover the new columns.
+        ValueError: the attention mask does not cover the new columns, or hides cached ones.
         NotImplementedError: a custom mask function.
     """
     if kv_length:
@@ -69,11 +82,26 @@ def new_column_validity(
         raise ValueError(
             f"attention_mask must cover the {int(q_offset)} cached columns and the {q_length} new ones, got width {width}"
         )
+    if look and isinstance(kv_offset, HeldTokens):
+        _refuse_hidden(attention_mask[:, : int(q_offset)], kv_offset.lengths)
     covered = columns < width
     valid = attention_mask.to(torch.bool)[:, columns.clamp_max(width - 1)] & covered
     if look and q_length > 1 and bool(valid.all()):
         return None
     return valid[:, None, None, :]
+
+
+def _refuse_hidden(cached: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Refuse a mask [B, columns] of the cached columns that marks fewer of them than a row holds tokens, int32 [B]."""
+    marked = (cached != 0).sum(1)
+    hidden = marked < lengths
+    if bool(hidden.any()):
+        row = int(hidden.int().argmax())
+        raise ValueError(
+            f"attention_mask marks {int(marked[row])} of the {cached.shape[1]} cached columns of row {row} as real, but the CertifiedCache "
+            f"holds {int(lengths[row])} tokens of it, and reads cannot leave cached tokens out. Pass the mask that the columns had when "
+            "they were fed (after fork() or reorder_cache(), of the row that was copied), or reset() the cache"
+        )
 
 
 def validity_of(attention_mask: torch.Tensor | None, batch_size: int, new_tokens: int) -> torch.Tensor | None:
