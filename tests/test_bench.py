@@ -16,13 +16,14 @@ from torch_witcert.bench.attention import FORMATS, measure_shape, with_ratio
 from torch_witcert.bench.competitors import RIVALS, certified_reads, folded
 from torch_witcert.bench.gate import check_input, judge, plan
 from torch_witcert.bench.inputs import bytes_moved, filled_cache, random_tokens, read_arguments, rotations
-from torch_witcert.bench.report import COLUMNS, CsvFile, Row, commit, write_plot
+from torch_witcert.bench.report import COLUMNS, CsvFile, Row, write_plot
 from torch_witcert.bench.scaling import Line, sizes
 from torch_witcert.bench.session import Refused, Session
 from torch_witcert.bench.shapes import SHAPES, Shape
 from torch_witcert.bench.timer import Call, Measured, Percentiles, attempt
 from torch_witcert.evaluation import toy
 from torch_witcert.evaluation.memory import token_bytes
+from torch_witcert.evaluation.output import commit
 from torch_witcert.ops.formats import DEFAULT
 from torch_witcert.ops.splits import pages_per_split
 from torch_witcert.testing.harness import REFERENCE, Operators, Soundness

@@ -83,7 +83,7 @@ def test_missing_weights_say_what_to_install(tmp_path, monkeypatch):
 def test_result_is_never_overwritten(tmp_path):
     path = tmp_path / "folder" / "result.json"
     write_json(str(path), {"figure": 1})
-    assert json.loads(path.read_text())["versions"]["torch"] == torch.__version__
+    assert json.loads(path.read_text())["environment"]["torch"] == torch.__version__
     with pytest.raises(FileExistsError):
         write_json(str(path), {"figure": 2})
     assert json.loads(path.read_text())["figure"] == 1

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
-import torch
-
-from .. import __version__
-from ..env import version_of
-from ..evaluation.output import print_table
+from ..evaluation.output import environment, print_table
 from .shapes import Shape
 from .timer import Percentiles
 
@@ -39,6 +33,7 @@ COLUMNS = (
     "gpu",
     "torch",
     "triton",
+    "transformers",
     "cuda",
     "torch_witcert",
     "commit",
@@ -106,34 +101,6 @@ def print_rows(rows: Sequence[Row]) -> None:
     print_table(list(SHOWN), [[row.cells().get(name, "") for name in SHOWN] for row in rows])
     for note in dict.fromkeys(f"{row.competitor}: {row.note}" for row in rows if row.note):
         print(note, flush=True)
-
-
-@lru_cache(maxsize=1)
-def environment() -> dict[str, str]:
-    """What the figures were measured with."""
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "torch": torch.__version__,
-        "triton": version_of("triton") or "none",
-        "cuda": torch.version.cuda or "none",
-        "torch_witcert": __version__,
-        "commit": commit(Path(__file__)),
-    }
-
-
-def commit(file: Path) -> str:
-    """Commit of the checkout that tracks a file, with "-dirty" where anything in it was changed; "unknown" without one."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(file.parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        # An environment inside somebody's repository is no checkout of this one.
-        git("ls-files", "--error-unmatch", file.name)
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 class CsvFile:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+
+from .. import __version__
+from ..env import version_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,16 +109,37 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def versions() -> dict[str, str]:
-    """Versions and device that a figure was measured with."""
-    found = {"torch": torch.__version__, "transformers": metadata.version("transformers")}
-    if torch.cuda.is_available():
-        found |= {"triton": metadata.version("triton"), "gpu": torch.cuda.get_device_name()}
-    return found
+@lru_cache(maxsize=1)
+def environment() -> dict[str, str]:
+    """What a figure was measured with: GPU, versions, and the commit of the checkout."""
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "triton": version_of("triton") or "none",
+        "transformers": version_of("transformers") or "none",
+        "cuda": torch.version.cuda or "none",
+        "torch_witcert": __version__,
+        "commit": commit(Path(__file__)),
+    }
+
+
+def commit(file: Path) -> str:
+    """Commit of the checkout that tracks a file, with "-dirty" where anything in it was changed; "unknown" without one."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(file.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        # An environment inside somebody's repository is no checkout of this one.
+        git("ls-files", "--error-unmatch", file.name)
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def write_json(path: str | None, result: dict) -> None:
-    """Write a result with the versions it was measured with; None writes nothing.
+    """Write a result with the environment that it was measured in; None writes nothing.
 
     Raises:
         FileExistsError: the file is there already. A result is never overwritten.
@@ -123,5 +148,5 @@ def write_json(path: str | None, result: dict) -> None:
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "x", encoding="utf-8") as file:
-        json.dump(result | {"versions": versions()}, file, indent=1)
+        json.dump(result | {"environment": environment()}, file, indent=1)
     print(f"wrote {path}")
