@@ -208,6 +208,7 @@ def test_boundary_edges():
 def test_what_is_no_number_fires_the_boundary_check(broken):
     assert boundary([3.0, broken], [0.1, 0.1], [3.0, NAN], [0])
     assert boundary([3.0, 1.0], [0.1, broken], [3.0, NAN], [0])
+    assert boundary([3.0, -INF], [0.1, NAN], [3.0, NAN], [0])
     assert boundary([3.0, 1.0], [0.1, 0.1], [broken, NAN], [0])
     assert boundary([3.0], [0.1], [broken], [0]), "also where nothing is left"
     assert not boundary([3.0, 1.0, broken], [0.1, 0.1, broken], [3.0, broken, broken], [0], is_code=[0, 1])

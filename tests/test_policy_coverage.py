@@ -15,6 +15,8 @@ from torch_witcert.ops.formats import DEFAULT
 from torch_witcert.policy.coverage import Promotion, choose_pages, estimated_tail, tail_bound, widen_pages
 from torch_witcert.testing.corners import sign_corners
 
+ARITHMETIC = Arithmetic.of(64, 16, 64, 8, 1, torch.bfloat16, DEFAULT, 0.0)
+
 
 def pages(mass: list[float], is_code: list[bool] | None = None, **limits) -> Promotion:
     mask = torch.tensor([True] * len(mass) if is_code is None else is_code, dtype=torch.bool)
@@ -88,8 +90,8 @@ def test_other_groups_may_hold_any_bytes(garbage):
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_mass_that_is_no_number_takes_all_it_may(broken):
-    promotion = pages([0.9, 0.05, broken, 0.03, 0.02], k_max=3)
-    assert chosen(promotion) == [0, 1, 2]
+    promotion = pages([0.999, 0.001, broken, 0.0, 0.0], k_max=3)
+    assert chosen(promotion) == [0, 1, 2], "the others alone would need two"
     assert promotion.rank[2] == 0
     assert estimated_tail(torch.tensor([0.1, broken]), torch.tensor([True, True])).isposinf()
 
@@ -236,16 +238,29 @@ def test_pages_that_are_really_quantized(seed):
 
 def test_masses_of_a_float32_pass():
     """Rounded to float32 in every step; the radii hold its weights' errors, the arithmetic the sums."""
-    arithmetic = Arithmetic.of(64, 16, 64, 8, 1, torch.bfloat16, DEFAULT, 0.0)
     scores, radius, tail, _ = read_of(3, 64, 16, 0.2, 3.0)
     rounded = scores.float()
     weight = torch.exp(rounded - rounded.amax((-2, -1), keepdim=True))
     mass = weight.sum(-1) / weight.sum((-2, -1))[..., None]
-    radius = radius + arithmetic.score_steps + 2.0**-19
-    worst = torch.where(tail, 1.0, -1.0)[..., None] * (radius - arithmetic.score_steps - 2.0**-19)[..., None]
-    bound = tail_bound(mass, radius, tail, arithmetic)
+    worst = torch.where(tail, 1.0, -1.0)[..., None] * radius[..., None]
+    radius = radius + ARITHMETIC.score_steps + 2.0**-19
+    bound = tail_bound(mass, radius, tail, ARITHMETIC)
     assert (share(scores + worst, tail) <= bound).all()
     assert (bound <= tail_bound(mass, radius, tail) * 1.01 + 1e-5).all()
+
+
+def test_a_mass_that_underflowed_is_not_nothing():
+    """In float64 below e^-745, in a float32 pass below e^-103: radii of 40 and 30 bring it back, to e^-670 and e^-50."""
+    tail, radius = torch.tensor([False, True]), torch.ones(2, dtype=torch.float64)
+    for gap, c, dtype, arithmetic in ((750.0, 40.0, torch.float64, None), (110.0, 30.0, torch.float32, ARITHMETIC)):
+        mass = torch.tensor([0.0, -gap], dtype=dtype).softmax(-1)
+        true = math.exp(2 * c - gap)
+        assert mass[1] == 0 and 0 < true <= tail_bound(mass, c * radius, tail, arithmetic)
+
+
+def test_sums_of_a_kernel_are_rounded_up():
+    mass, tail, none = torch.tensor([0.7, 0.3]), torch.tensor([False, True]), torch.zeros(2)
+    assert 0.3 * (1 + 2.0**-13) < tail_bound(mass, none, tail, ARITHMETIC) < 0.3 * (1 + 2.0**-9)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 40.5])
