@@ -1,1 +1,1 @@
-"""What a certificate is worth: the gate, and what is counted of it."""
+"""What a certificate is worth: the gate, what is counted of it, and which pages to read exact."""

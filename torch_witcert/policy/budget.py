@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..config import RiskBudget
+from .checks import check_positive
 
 #: Not below sum_{n >= 2} 1 / (n ln^2 n) = 2.10974...
 SERIES_SUM = 2.11
@@ -19,13 +20,8 @@ def _checked(delta_req: float, layers: int, heads: int) -> float:
     """delta_req shared between the heads of all layers."""
     RiskBudget(delta_req, None)
     for name, value in (("layers", layers), ("heads", heads)):
-        _positive(name, value)
+        check_positive(name, value)
     return delta_req / (layers * heads)
-
-
-def _positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive int, got {value!r}")
 
 
 def planned_budget(delta_req: float, layers: int, heads: int, horizon: int, step: torch.Tensor) -> torch.Tensor:
@@ -44,7 +40,7 @@ def planned_budget(delta_req: float, layers: int, heads: int, horizon: int, step
         ValueError: an argument out of range.
     """
     share = _checked(delta_req, layers, heads)
-    _positive("horizon", horizon)
+    check_positive("horizon", horizon)
     return (step <= horizon).double() * (share / horizon)
 
 
