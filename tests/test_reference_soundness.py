@@ -300,6 +300,22 @@ def test_an_output_that_overflows_float16_has_no_finite_bound(value):
     assert cache.check(read, one_hot=False).violations == 0
 
 
+@pytest.mark.parametrize("value", ["int8", "int4", "exact"])
+@pytest.mark.parametrize(("page_size", "pages"), [(16, 1024), (128, 128)])
+def test_a_long_sum_of_equal_values_is_within_its_arithmetic(page_size, pages, value):
+    """Every partial sum is rounded the same way, so that the error grows with the number of terms in a row."""
+    shape = StoreShape(1, pages, 1, page_size, D, torch.float32, StoreFormat(KeyFormat(), ValueFormat(value)))
+    cache = CacheHarness(shape, sm_scale=D**-0.5, operators=REFERENCE)
+    for entry in (1.1111111, 1.2345678):
+        cache.lengths.zero_()
+        k = torch.zeros(1, 1, (pages - 1) * page_size, D)
+        cache.write(k, torch.full_like(k, entry), torch.ones(1, k.shape[2], dtype=torch.bool))
+        k = k[:, :, :1]
+        read = cache.read(k, k, torch.full_like(k, entry), torch.ones(1, 1, dtype=torch.bool))
+        exact = torch.full((D,), entry).double()
+        assert (read.out.double() - exact).norm(dim=-1).max() <= read.certificate[..., Field.OUTPUT].min() < 0.1
+
+
 def decode_all(cache: CacheHarness, rows: torch.Tensor, batch: int, seed: int = 0) -> list:
     """Extend, decode and ragged extend of the same request in the rows of a mask; the other rows get other tokens."""
     reads = []

@@ -1,4 +1,4 @@
-"""CPU reference of the operators: float32 torch, readable as the mathematics. Same signatures as the kernels."""
+"""CPU reference of the operators: float32 torch, but for the sum of values, readable as the mathematics. Same signatures as the kernels."""
 
 from __future__ import annotations
 
@@ -299,8 +299,10 @@ def _attend(
     exact_mass = exact_weights.sum(-1) + sink_weight
     total = weights.sum((-1, -2)) + exact_mass
     divisor = torch.where(total == 0, 1.0, total)
-    output = torch.einsum("hrmp,hmpd->hrd", weights, row.values) + exact_weights @ row.exact_v
-    output = output / divisor[..., None]
+    # In float64: the certificate pays for float32 sums as long as a split, and this is one over all tokens of the row.
+    output = torch.einsum("hrmp,hmpd->hrd", weights.double(), row.values.double())
+    output = (output + exact_weights.double() @ row.exact_v.double()) / divisor.double()[..., None]
+    output = output.float()
 
     read_page, read_exact = seen.any(-1), (exact_seen.any(-1) | (sink_weight > 0)).expand_as(total)
     key_norm = torch.where(exact_seen, row.key_norm[:, None], 0.0).amax(-1)
